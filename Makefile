@@ -1,0 +1,40 @@
+# The README's two commands are `make demo` and `make test`; each sets up what it needs.
+VENV   ?= .venv
+PYTHON ?= python3.11
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup demo test check format test-gpu bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+
+demo: $(STAMP)
+	$(BIN)/gewell demo
+
+bench: $(STAMP)
+	$(BIN)/gewell bench cpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
