@@ -1,6 +1,7 @@
 """What a worker and an engine say to each other. No torch: a scripted engine implements the same protocol for tests.
 
-The worker calls `add`, `cancel`, `finish` from any thread; one engine thread calls `step` in a loop and hands the events on.
+The worker calls `add`, `cancel`, `finish` from any thread; one engine thread calls `step` in a loop
+and hands the events on.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class CacheAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A job made ready for the engine: tokens instead of text. Checked by ingest; the engine only checks that it fits."""
+    """A job made ready for the engine: tokens instead of text. Ingest has checked it; the engine checks that it fits."""
 
     request_id: str  # job id
     prompt_ids: Sequence[int]  # int32 array or list; at least one token
@@ -86,7 +87,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensEvent:
-    """New tokens of one request, in order. A stop id that ended the row is not among `token_ids`' visible text but is recorded."""
+    """New tokens of one request, in order. A stop id that ended the row is recorded here; its text is not shown."""
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -75,14 +75,15 @@ def write_kv(
 
     qkv       [num_tokens, (num_q_heads + n * num_kv_heads) * head_dim]: q, k, v heads in this order, n = 2;
               with k_eq_v layers (V_ONLY, V_ROTK, and PLAIN when the width says so) q and k only, n = 1: v is k before
-              its norm. n = 0 (query-only layers of drafters and of shared-KV models): k_weight is None, nothing is written
+              its norm. n = 0 (query-only layers of drafters and of shared-KV models): k_weight is None, nothing is
+              written
     q_weight, k_weight   [head_dim] float32
     q_scale   multiplies q after its norm (Gemma 4: 1.0; Gemma 3: query_pre_attn_scalar ** -0.5)
     pages     [num_pages, page_elems]; written at batch.slot_mapping
-    returns   q [num_tokens, num_q_heads, head_dim]: normed, rotated, scaled; for V_ONLY and V_ROTK in turning-first order,
-              with k_weight folded into the dims that do not turn. k_new, v_new [num_tokens, num_kv_heads, head_dim] rounded to
-              the pages' dtype as a reader of the pages would see them, in the original dim order; None for full layers
-              (their readers always read the pages)
+    returns   q [num_tokens, num_q_heads, head_dim]: normed, rotated, scaled; for V_ONLY and V_ROTK in turning-first
+              order, with k_weight folded into the dims that do not turn. k_new, v_new [num_tokens, num_kv_heads,
+              head_dim] rounded to the pages' dtype as a reader of the pages would see them, in the original dim order;
+              None for full layers (their readers always read the pages)
     Rotation in float32: angle = float32(position) * float32(inv_freq).
     """
     if qkv.is_cuda:
@@ -104,9 +105,9 @@ def paged_attention(
     """softmax(q k^T + mask) v over paged keys and values; scale 1 (write_kv has scaled q); softmax in float32.
 
     q         [num_tokens, num_q_heads, head_dim] as write_kv returned it
-    k_new, v_new  this step's keys and values where the pages may lack them: in sliding layers a prefill chunk's tokens that
-              fall out of the window before its end have slot -1. When given, keys at positions >= kv_len - q_len of a
-              sequence are read from these; older ones from the pages. None: everything is read from the pages
+    k_new, v_new  this step's keys and values where the pages may lack them: in sliding layers a prefill chunk's tokens
+              that fall out of the window before its end have slot -1. When given, keys at positions >= kv_len - q_len
+              of a sequence are read from these; older ones from the pages. None: everything is read from the pages
     k_weight  [head_dim] float32, for V_ONLY layers (the key's norm weight acts on the turning dims while reading)
     returns   [num_tokens, num_q_heads * head_dim], dtype of q, original dim order. A query that sees no key gives 0
     GQA: query head h reads kv head h // (num_q_heads / num_kv_heads).
@@ -136,15 +137,18 @@ def sample(
     seeds: "Tensor",
     positions: "Tensor",
 ) -> "Tensor":
-    """Draw one token id per row by Gumbel-argmax with counter-based noise. Logits are after soft-cap, penalties and bias.
+    """Draw one token id per row by Gumbel-argmax with counter-based noise.
+
+    Logits are after soft-cap, penalties and bias.
 
     logits       [rows, vocab] float32
     temperature  [rows] float32; 0 takes the argmax (lowest id among equals)
     top_k        [rows] int32; 0: off.  top_p, min_p [rows] float32; 1.0 and 0.0: off
     seeds        [rows] int64; positions [rows] int64: position of the token to be drawn
     returns      [rows] int64
-    Noise u(seed, position, token id) comes from Philox-4x32-10 (key: seed's two halves; counter: token id // 4, position, 0, 0;
-    lane token id % 4), u = (x + 0.5) * 2^-32, g = -log(-log u); draw argmax over kept ids of logits / temperature + g.
+    Noise u(seed, position, token id) comes from Philox-4x32-10 (key: seed's two halves; counter: token id // 4,
+    position, 0, 0; lane token id % 4), u = (x + 0.5) * 2^-32, g = -log(-log u); draw argmax over kept ids of
+    logits / temperature + g.
     Kept: of the ids sorted by logit, the first top_k; of those, the smallest set whose probability (softmax of
     logits / temperature over the kept) reaches top_p, at least one; of those, p >= min_p * p_max.
     """
