@@ -57,7 +57,7 @@ class CacheAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A job made ready for the engine: tokens instead of text. Ingest has checked it; the engine checks that it fits."""
+    """A job made ready for the engine: tokens instead of text. Ingest checks values; the engine checks that it fits."""
 
     request_id: str  # job id
     prompt_ids: Sequence[int]  # int32 array or list; at least one token
