@@ -1,0 +1,74 @@
+"""One request inside the engine, from the window to its last token: what the scheduler changes step by step."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from gewell.request import CacheAnswer, EngineRequest
+
+if TYPE_CHECKING:
+    from gewell.cache.sequence_pages import SequencePages
+
+
+class Stage(Enum):
+    WAITING = "waiting"  # in the window; holds no pages and no row
+    PREFILL = "prefill"  # holds pages and a row; tokens before its last one are still to be computed
+    DECODE = "decode"  # everything but the newest token is computed: one query each step
+    FINISHED = "finished"  # holds nothing; results of a step still in flight are dropped
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Mutable state of one request. Owned by the scheduler; the engine appends tokens and reads the rest.
+
+    tokens               prompt, tokens of earlier epochs, then generated ones; its length grows by one a sampled token
+    num_computed_tokens  KV of [0, num_computed_tokens) is written or part of a step already launched; not kept up to
+                         date while the request decodes, where it is one less than the tokens known to the device
+    """
+
+    request: EngineRequest
+    order: int  # arrival in this process; ties of the producer's clock
+    tokens: array[int]  # typecode "i"
+    num_prompt_tokens: int
+    max_output_tokens: int  # of all epochs together, after the clamp to the context
+    num_output_tokens: int = 0  # of all epochs together
+    stage: Stage = Stage.WAITING
+
+    row_idx: int = -1  # stable while running: where a runner keeps the row's state; -1 while waiting
+    decode_idx: int = -1  # place among the decode rows of the step
+    pages: "SequencePages | None" = None
+    num_computed_tokens: int = 0
+    num_expected_pages: int = 0  # what admission reserved for it
+    num_pages: int = 0  # what it holds, shared pages included
+    next_append_step: int = -1  # decode step at which its claimed slots are used up
+
+    keep_positions: list[int] = field(default_factory=list)  # ascending: checkpoints still to be taken
+    followers: list["RequestState"] = field(default_factory=list)  # siblings that wait for this prefill
+    leader: "RequestState | None" = None
+
+    cost: float = 0.0  # what its start is charged to lane and tenant
+    num_warm_tokens: int = 0  # prompt tokens that the cache would have served at the last look
+    num_preemptions: int = 0
+    answer: CacheAnswer = field(default_factory=CacheAnswer)
+    started_at_s: float | None = None
+    first_token_at_s: float | None = None
+    engine_time_s: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        """Submit order: the producer's clock, then arrival here."""
+        return (self.request.enqueued_at_ms, self.order)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """All tokens it may ever produce are there."""
+        return self.num_output_tokens >= self.max_output_tokens
