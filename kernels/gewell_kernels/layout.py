@@ -53,6 +53,12 @@ class LayerKV:
     def layer_elems(self) -> int:
         return self.num_planes * self.num_kv_heads * self.page_tokens * self.row_elems
 
+    @property
+    def inv_freq(self) -> list[float]:
+        """Angle per position of each turning pair, in float64: readers round it to float32 once, so that all agree."""
+        pairs = range(self.num_live_pairs)
+        return [self.rope_theta ** (-2 * i / self.head_dim) / self.rope_factor for i in pairs]
+
 
 def turning_first_order(head_dim: int, num_live_pairs: int) -> list[int]:
     """Stored position -> original dim, for V_ONLY and V_ROTK rows. A permutation of range(head_dim)."""

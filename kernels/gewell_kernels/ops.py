@@ -120,12 +120,21 @@ def paged_attention(
 
 
 def copy_pages(pages: "Tensor", src: "Tensor", dst: "Tensor") -> None:
-    """pages[dst[i]] = pages[src[i]] for all i, in place; src and dst [n] int64, no page in both."""
+    """pages[dst[i]] = pages[src[i]] for all i, in place; src and dst [n] int64, no page in both, dst without repeats."""
     if pages.is_cuda:
         from gewell_kernels.copy_pages import copy_pages as op
     else:
         from gewell_kernels.cpu.copy_pages import copy_pages as op
     op(pages, src, dst)
+
+
+def poison_pages(pages: "Tensor", page_ids: "Tensor") -> None:
+    """Fill pages [n] int64 with bytes 0xFF, in place: NaN in every KV dtype, so that a stale read cannot hide."""
+    if pages.is_cuda:
+        from gewell_kernels.copy_pages import poison_pages as op
+    else:
+        from gewell_kernels.cpu.copy_pages import poison_pages as op
+    op(pages, page_ids)
 
 
 def sample(
@@ -150,7 +159,8 @@ def sample(
     position, 0, 0; lane token id % 4), u = (x + 0.5) * 2^-32, g = -log(-log u); draw argmax over kept ids of
     logits / temperature + g.
     Kept: of the ids sorted by logit, the first top_k; of those, the smallest set whose probability (softmax of
-    logits / temperature over the kept) reaches top_p, at least one; of those, p >= min_p * p_max.
+    logits / temperature over the kept) reaches top_p, at least one; of those, p >= min_p * p_max. Each cut is a logit:
+    ids whose logit equals that of the last one kept are kept too, so equal logits are treated equally (bf16 heads tie often).
     """
     if logits.is_cuda:
         from gewell_kernels.sample import sample as op
