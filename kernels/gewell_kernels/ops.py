@@ -119,6 +119,23 @@ def paged_attention(
     return op(q, k_new, v_new, k_weight, pages, layer, batch)
 
 
+def moe_experts(
+    x: "Tensor", expert_idx: "Tensor", expert_weight: "Tensor", gate_up_proj: "Tensor", down_proj: "Tensor"
+) -> "Tensor":
+    """out[t] = sum over i of expert_weight[t, i] * down_proj[e] (gelu_mul(gate_up_proj[e] x[t])), e = expert_idx[t, i].
+
+    x              [num_tokens, hidden]
+    expert_idx     [num_tokens, k] int64, distinct in a row; expert_weight [num_tokens, k] float32
+    gate_up_proj   [num_experts, 2 * inner, hidden], gate rows first; down_proj [num_experts, hidden, inner]
+    returns        [num_tokens, hidden], dtype of x; the sum over experts in float32
+    """
+    if x.is_cuda:
+        from gewell_kernels.moe_experts import moe_experts as op
+    else:
+        from gewell_kernels.cpu.moe_experts import moe_experts as op
+    return op(x, expert_idx, expert_weight, gate_up_proj, down_proj)
+
+
 def copy_pages(pages: "Tensor", src: "Tensor", dst: "Tensor") -> None:
     """pages[dst[i]] = pages[src[i]] for all i, in place; src and dst [n] int64, no page in both, dst without repeats."""
     if pages.is_cuda:
