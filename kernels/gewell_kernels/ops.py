@@ -75,8 +75,8 @@ def write_kv(
 
     qkv       [num_tokens, (num_q_heads + n * num_kv_heads) * head_dim]: q, k, v heads in this order, n = 2;
               with k_eq_v layers (V_ONLY, V_ROTK, and PLAIN when the width says so) q and k only, n = 1: v is k before
-              its norm. n = 0 (query-only layers of drafters and of shared-KV models): k_weight is None, nothing is
-              written
+              its norm. n = 0 (query-only layers of drafters and of shared-KV models): nothing is written; k_weight
+              is that of the layer whose pages are read (V_ONLY and V_ROTK fold it into q)
     q_weight, k_weight   [head_dim] float32
     q_scale   multiplies q after its norm (Gemma 4: 1.0; Gemma 3: query_pre_attn_scalar ** -0.5)
     pages     [num_pages, page_elems]; written at batch.slot_mapping
