@@ -334,16 +334,24 @@ class SequencePages:
         return None if point is None else SequencePages(self.pool, self.geometry, point)
 
 
+class DecodeAppended(NamedTuple):
+    """What a decode step's appends did besides the slots."""
+
+    copies: list[tuple[int, int]]  # (src, dst), to be run before the step writes
+    num_served: int  # fewer than given: the pool ran dry at that sequence; it and those after it have not changed
+    changed: list[int]  # indexes of sequences whose page tables differ from before
+
+
 def append_decode(
     sequences: Iterable[SequencePages], full_slots: list[int], sliding_slots: list[int]
-) -> tuple[list[tuple[int, int]], int]:
+) -> DecodeAppended:
     """One token for each sequence, in order; their slots are added to the two lists. For decode steps of many rows.
 
     Inside an open page this costs a few attribute accesses a row. At a page boundary the sequence also gives back
-    what has left its window. Entries of a kind that stores nothing mean nothing. Returns (copies, number of sequences
-    served): fewer than given when the pool ran dry at that sequence, which has not changed, nor have those after it.
+    what has left its window. Entries of a kind that stores nothing mean nothing.
     """
     copies: list[tuple[int, int]] = []
+    changed: list[int] = []
     num_served = 0
     add_full, add_sliding = full_slots.append, sliding_slots.append
     for sequence in sequences:
@@ -356,12 +364,13 @@ def append_decode(
             sequence.trim()
             appended = sequence.append(1)
             if appended is None:
-                return copies, num_served
+                break
+            changed.append(num_served)
             copies.extend(appended.copies)
             full_slots.extend(appended.full_slots or (NO_SLOT,))
             sliding_slots.extend(appended.sliding_slots or (NO_SLOT,))
         num_served += 1
-    return copies, num_served
+    return DecodeAppended(copies, num_served, changed)
 
 
 def _slots(pages: Sequence[int], table_start: int, page_tokens: int, start: int, end: int) -> "array[int]":

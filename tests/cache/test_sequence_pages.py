@@ -182,7 +182,7 @@ def test_a_model_with_one_kind_of_layers_works():
     assert appended is not None
     assert not appended.full_slots
     assert list(appended.sliding_slots) == [-1, 1, 2, 3, 4, 5]  # position 6 reads 1..5
-    assert append_decode([sequence], full := [], sliding := []) == ([], 1)
+    assert append_decode([sequence], full := [], sliding := []) == ([], 1, [])
     assert sliding == [6]
     assert len(full) == 1
 
@@ -194,7 +194,11 @@ def test_decode_slots_lie_in_the_row_s_own_tables_and_old_pages_return():
         full: list[int] = []
         sliding: list[int] = []
         positions = [row.num_tokens for row in rows]
-        assert append_decode(rows, full, sliding) == ([], 4)
+        tables = [(list(row.full_pages), list(row.sliding_pages)) for row in rows]
+        copies, num_served, changed = append_decode(rows, full, sliding)
+        assert (copies, num_served) == ([], 4)
+        after = [(row.full_pages, row.sliding_pages) for row in rows]
+        assert changed == [i for i in range(4) if tables[i] != after[i]]
         for row, at, full_slot, sliding_slot in zip(rows, positions, full, sliding, strict=True):
             assert full_slot == row.full_pages[at // 8] * 8 + at % 8
             assert sliding_slot == row.sliding_pages[(at - row.sliding_start) // 4] * 4 + at % 4
@@ -210,7 +214,7 @@ def test_a_decode_step_stops_at_the_row_that_finds_no_page():
     full: list[int] = []
     sliding: list[int] = []
     assert pool.num_free_pages == 1
-    assert append_decode([a, b], full, sliding) == ([], 1)
+    assert append_decode([a, b], full, sliding).num_served == 1
     assert (a.num_tokens, b.num_tokens, len(full), len(sliding)) == (5, 4, 1, 1)
 
 
