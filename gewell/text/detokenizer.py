@@ -10,8 +10,8 @@ class Detokenizer:
     """Turns a growing sequence of ids into text, never giving out half a character.
 
     Bytes of all tokens form one UTF-8 stream. Bytes that may still become a character wait; bytes that no longer can
-    become U+FFFD at once, one for each maximal part. The text of all pushes and the flush joined is the same however the
-    ids were cut into pushes. Control tokens give no text.
+    become U+FFFD at once, one for each maximal part. The text of all pushes and the flush joined is the same however
+    the ids were cut into pushes. Control tokens give no text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class StopMatcher:
     """Finds the first stop string in a growing text and never releases a part of one.
 
-    The stop that is *complete* first wins; of several that end at the same character the longest. So the answer does not
-    depend on how the text was cut into pushes. After a match everything further is dropped.
+    The stop that is *complete* first wins; of several that end at the same character the longest. So the answer does
+    not depend on how the text was cut into pushes. After a match everything further is dropped.
 
     >>> matcher = StopMatcher(["\\n\\n"])
     >>> matcher.push("one\\n"), matcher.push("two\\n"), matcher.push("\\nthree")

@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
         """The id that starts every sequence of the model; `encode` never adds it."""
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        """Ids of a text. With `specials`, names of control tokens inside it become those tokens; without, they are text."""
+        """Ids of a text. Names of control tokens inside it stay text, unless `specials` makes them those tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of a token; a byte token has one byte, possibly half a character; a control token its name.

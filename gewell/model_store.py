@@ -1,0 +1,56 @@
+"""Where model folders live on this machine. No torch.
+
+A model is a folder with a `config.json` below the models directory, named after the model; a folder is moved there in
+one step when it is whole, so whatever has a name there is usable. Names that start with a dot are work in progress.
+"""
+
+import os
+from pathlib import Path
+
+from gewell.errors import CheckpointError, ConfigError
+
+
+def models_dir() -> Path:
+    """`$GEWELL_MODELS_DIR`, else `gewell/models` below the user's data directory (`$XDG_DATA_HOME`)."""
+    override = os.environ.get("GEWELL_MODELS_DIR")
+    if override:
+        return Path(override).expanduser()
+    return _xdg("XDG_DATA_HOME", ".local/share") / "gewell" / "models"
+
+
+def downloads_dir() -> Path:
+    """Where unfinished downloads wait to be resumed (`$XDG_CACHE_HOME`)."""
+    return _xdg("XDG_CACHE_HOME", ".cache") / "gewell" / "downloads"
+
+
+def model_path(name: str) -> Path:
+    """Folder of a model: a path to a folder with a `config.json`, or the name of a stored model.
+
+    Raises CheckpointError when there is none.
+    """
+    for folder in (Path(name).expanduser(), models_dir() / name):
+        if (folder / "config.json").is_file():
+            return folder
+    stored = ", ".join(list_models()) or "none"
+    raise CheckpointError(
+        f"model {name!r}: neither a folder with a config.json nor stored in {models_dir()} (stored: {stored})"
+    )
+
+
+def list_models() -> list[str]:
+    """Names of the stored models, sorted."""
+    folder = models_dir()
+    if not folder.is_dir():
+        return []
+    return sorted(
+        entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and (entry / "config.json").is_file()
+    )
+
+
+def _xdg(variable: str, default: str) -> Path:
+    value = os.environ.get(variable)
+    if not value:
+        return Path.home() / default
+    if not Path(value).is_absolute():
+        raise ConfigError(variable, value, "must be an absolute path")
+    return Path(value)
