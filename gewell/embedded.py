@@ -57,6 +57,20 @@ def user_data_dir() -> Path:
     return Path(base).expanduser() / "gewell"
 
 
+def default_url() -> str:
+    """Where the queue is when nobody says: `GEWELL_REDIS`, the server of a running `gewell up`, else Redis' own port."""
+    given = os.environ.get("GEWELL_REDIS")
+    if given:
+        return given
+    running = find_running(queue_dir())
+    return "redis://127.0.0.1:6379/0" if running is None else running.url
+
+
+def queue_dir() -> Path:
+    """Where `gewell up` keeps its embedded server's data."""
+    return user_data_dir() / "queue"
+
+
 def find_running(data_dir: Path) -> RunningServer | None:
     """The server that serves `data_dir` now, also when the process that started it is gone; None if there is none."""
     try:

@@ -213,6 +213,32 @@ class InfoField(StrEnum):
     PROMISE = "promise"  # what the server's persistence keeps: always | everysec | none
 
 
+class WorkerField(StrEnum):
+    """Fields of the hash `{ns}:worker:<wid>`. It expires when its worker is dead or makes no progress."""
+
+    MODEL = "model"
+    FINGERPRINT = "fingerprint"
+    STATUS = "status"  # ready | paused | draining
+    PID = "pid"
+    HOST = "host"
+    STARTED_AT_MS = "started_at_ms"
+    BEAT_AT_MS = "beat_at_ms"
+    NUM_JOBS = "num_jobs"  # taken and not finished
+    NUM_PARKED = "num_parked"  # of those: waiting for their `not_before_ms`
+    NUM_FINISHED = "num_finished"
+    NUM_RUNNING = "num_running"  # rows in the batch
+    NUM_WAITING = "num_waiting"  # in the window
+    MEAN_DECODE_ROWS = "mean_decode_rows"
+    PROMPT_TOKENS = "prompt_tokens"
+    CACHED_TOKENS = "cached_tokens"
+    COMPUTED_TOKENS = "computed_tokens"
+    GENERATED_TOKENS = "generated_tokens"
+    NUM_PREEMPTIONS = "num_preemptions"
+    NUM_PAGES = "num_pages"
+    NUM_FREE_PAGES = "num_free_pages"
+    NUM_CHECKPOINTS = "num_checkpoints"
+
+
 # --- entries of the jobs stream ---------------------------------------------------------------------------------------
 
 
