@@ -1,4 +1,4 @@
-"""A job made ready for the engine, and what the cache is asked for and answers. No torch; below scheduler and cache."""
+"""A job made ready for the engine, what the cache answers, what a token was worth. Below scheduler and cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,3 +59,12 @@ class EngineRequest:
     enqueued_at_ms: int = 0  # producer's clock order: the stream id's time part
     deadline_ms: int | None = None  # absolute, epoch milliseconds
     eos_token_ids: tuple[int, ...] = ()  # the model's end ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token and of the best alternatives, natural logarithm, clamped to >= -9999."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()

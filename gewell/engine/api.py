@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from gewell.request import CacheAnswer, CacheHints, EngineRequest, HintAnswer
+from gewell.request import CacheAnswer, CacheHints, EngineRequest, HintAnswer, TokenLogprobs
 
 __all__ = [
     "CacheAnswer",
@@ -33,15 +33,6 @@ class FinishReason(StrEnum):
     REPETITION = "repetition"
     CANCELLED = "cancelled"
     ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
-    """Log-probabilities of one generated token and of the best alternatives, natural logarithm, clamped to >= -9999."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Shares: whose turn it is to start a request. Plain arithmetic over names; knows no requests and no tokens.
 
-Two levels. Lanes share by weight: a lane's virtual clock runs at cost / weight, the lane furthest behind goes next, and a
-lane that was empty starts at the clock of those that were not, so that it cannot save up turns. Tenants of a lane share
-equally, by deficit round robin: whoever has its turn spends its allowance, and everybody's grows by the same amount.
+Two levels. Lanes share by weight: a lane's virtual clock runs at cost / weight, the lane furthest behind goes next,
+and a lane that was empty starts at the clock of those that were not, so that it cannot save up turns. Tenants of a
+lane share equally, by deficit round robin: whoever has its turn spends its allowance, and each allowance grows alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ class _Turn:
 
 
 class DeficitRoundRobin:
-    """Equal shares of cost among the tenants that wait (Shreedhar and Varghese 1995), whatever the sizes of their requests.
+    """Equal shares of cost among the tenants that wait (Shreedhar and Varghese 1995), whatever their requests' sizes.
 
     quantum   cost added to a tenant's allowance in each round
     """

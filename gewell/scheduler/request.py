@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Stage(Enum):
-    WAITING = "waiting"  # in the window; holds no pages and no row
-    PREFILL = "prefill"  # holds pages and a row; tokens before its last one are still to be computed
+    WAITING = "waiting"  # in the window, behind a leader, or preempted; holds no pages and no row
+    PREFILL = "prefill"  # holds pages and a row; its known tokens are still being computed
     DECODE = "decode"  # everything but the newest token is computed: one query each step
     FINISHED = "finished"  # holds nothing; results of a step still in flight are dropped
 
@@ -29,22 +29,23 @@ class RequestState:
 
     request: EngineRequest
     order: int  # arrival in this process; ties of the producer's clock
-    tokens: array[int]  # typecode "i"
+    tokens: "array[int]"  # typecode "i"
     num_prompt_tokens: int
     max_output_tokens: int  # of all epochs together, after the clamp to the context
     num_output_tokens: int = 0  # of all epochs together
     stage: Stage = Stage.WAITING
 
     row_idx: int = -1  # stable while running: where a runner keeps the row's state; -1 while waiting
-    decode_idx: int = -1  # place among the decode rows of the step
+    start_order: int = -1  # of its first start; kept over preemptions, so that the oldest always gets through
     pages: "SequencePages | None" = None
     num_computed_tokens: int = 0
-    num_expected_pages: int = 0  # what admission reserved for it
-    num_pages: int = 0  # what it holds, shared pages included
-    next_append_step: int = -1  # decode step at which its claimed slots are used up
+    num_expected_pages: int = 0  # what it will hold at its expected end
+    num_reserved_pages: int = 0  # of these, not allocated yet
+    image_runs: tuple[tuple[int, int], ...] = ()  # [start, end): never cut by a chunk
 
     keep_positions: list[int] = field(default_factory=list)  # ascending: checkpoints still to be taken
-    followers: list["RequestState"] = field(default_factory=list)  # siblings that wait for this prefill
+    num_pending_keeps: int = 0  # taken by a step in flight: its window must not be trimmed yet
+    followers: list[tuple[int, "RequestState"]] = field(default_factory=list)  # (shared length, sibling that waits)
     leader: "RequestState | None" = None
 
     cost: float = 0.0  # what its start is charged to lane and tenant
