@@ -174,12 +174,13 @@ class Scheduler:
         self._release_followers(req, None)
         self._blocked = None
 
-    def _preempt(self, req: RequestState) -> None:
+    def _preempt(self, plan: StepPlan, req: RequestState) -> None:
         self._stop_running(req)
         req.stage = Stage.WAITING
         req.num_computed_tokens = 0
         req.num_preemptions += 1
         self.num_preemptions += 1
+        plan.preempted.append(req)
         self.prefixes.add_waiting(req)
         insort(self._returning, req, key=lambda other: other.start_order)
 
@@ -187,7 +188,6 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run. Launch it: page tables already say that it was."""
-        num_preemptions = self.num_preemptions
         if self._has_left:
             self._compact()
         plan = StepPlan(
@@ -200,7 +200,7 @@ class Scheduler:
         self._plan_decodes(plan)
         budget = self.config.prefill_budget(len(plan.decode_rows))
         budget = self._plan_prefills(plan, budget)
-        if num_preemptions == self.num_preemptions:
+        if not plan.preempted:
             self._admit(plan, budget)
         if not plan.decode_rows and not plan.chunks:
             return None
@@ -274,7 +274,7 @@ class Scheduler:
                 plan.changed_tables = [req for req in plan.changed_tables if req is not victim]
             self._keep_decodes([i for i in range(len(self._decodes)) if i != at])
         had_left = self._has_left
-        self._preempt(victim)
+        self._preempt(plan, victim)
         self._has_left = had_left
         plan.copies = [copy for copy in plan.copies if self.pool.ref_cnt(copy[1])]
         return int(served_before)
@@ -290,7 +290,7 @@ class Scheduler:
                 continue  # preempted for one before it
             num_tokens = self._plan_chunk(plan, req, budget)
             while not num_tokens and self._is_oldest(req) and self.num_running > 1:
-                self._preempt(self._youngest())
+                self._preempt(plan, self._youngest())
                 num_tokens = self._plan_chunk(plan, req, budget)
             budget -= num_tokens
         return budget
@@ -394,6 +394,7 @@ class Scheduler:
         self.prefixes.drop_waiting(req)
         if req.start_order < 0:
             req.start_order = self._num_started
+            req.num_cached_tokens = min(pages.num_tokens, req.num_prompt_tokens)
             self._num_started += 1
         req.stage = Stage.PREFILL
         req.row_idx = self._free_rows.pop()

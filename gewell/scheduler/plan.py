@@ -41,6 +41,7 @@ class StepPlan:
                      device. The lists beside it are parallel; the runner may keep them, nobody changes them later
     chunks           prefill pieces, after the decode rows
     joined           requests that got their row_idx in this step: load their sampling parameters
+    preempted        requests that lost theirs
     changed_tables   requests whose page tables differ from those of the step before; read them before the next plan
     copies           (source, destination) pages
     freed_pages      filled only when asked for: pages that became free since the last plan
@@ -53,6 +54,7 @@ class StepPlan:
     decode_sliding_slots: list[int]
     chunks: list[PrefillChunk] = field(default_factory=list)
     joined: list[RequestState] = field(default_factory=list)
+    preempted: list[RequestState] = field(default_factory=list)
     changed_tables: list[RequestState] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     freed_pages: list[int] = field(default_factory=list)

@@ -11,6 +11,9 @@ class Prefixes(Protocol):
     def num_evictable_pages(self) -> int:
         """Pages that eviction could free now."""
 
+    @property
+    def num_checkpoints(self) -> int: ...
+
     def warm_tokens(self, req: RequestState) -> int:
         """Leading tokens of the request that would be served now. Changes nothing."""
 
@@ -38,6 +41,7 @@ class NoPrefixes:
     """Retains nothing."""
 
     num_evictable_pages = 0
+    num_checkpoints = 0
 
     def warm_tokens(self, req: RequestState) -> int:
         return 0

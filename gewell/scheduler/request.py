@@ -32,6 +32,7 @@ class RequestState:
     tokens: "array[int]"  # typecode "i"
     num_prompt_tokens: int
     max_output_tokens: int  # of all epochs together, after the clamp to the context
+    stop_ids: frozenset[int] = frozenset()
     num_output_tokens: int = 0  # of all epochs together
     stage: Stage = Stage.WAITING
 
@@ -51,10 +52,12 @@ class RequestState:
     cost: float = 0.0  # what its start is charged to lane and tenant
     num_warm_tokens: int = 0  # prompt tokens that the cache would have served at the last look
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that the first start found computed
     answer: CacheAnswer = field(default_factory=CacheAnswer)
     started_at_s: float | None = None
     first_token_at_s: float | None = None
-    engine_time_s: float = 0.0
+    engine_time_s: float = 0.0  # of its finished stretches of running
+    running_since_s: float = 0.0  # the engine's busy time when the present stretch began
 
     @property
     def request_id(self) -> str:

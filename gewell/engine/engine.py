@@ -1,0 +1,328 @@
+"""The engine: requests in, token events out. Composes scheduler, cache and a runner; knows no torch and no Redis."""
+
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gewell.engine.api import EngineInfo, EngineStats, Event, FinishedEvent, FinishReason, TokensEvent
+from gewell.errors import EngineError
+from gewell.protocol import ErrorCode
+from gewell.request import CacheAnswer, EngineRequest
+from gewell.scheduler.batch import Scheduler
+from gewell.scheduler.fairness import LANE_WEIGHTS
+from gewell.scheduler.plan import Runner, StepPlan
+from gewell.scheduler.request import RequestState, Stage
+
+logger = logging.getLogger(__name__)
+
+
+class _Cancel(NamedTuple):
+    request_id: str
+
+
+class _Finish(NamedTuple):
+    request_id: str
+    num_output_tokens: int
+
+
+_Command = EngineRequest | _Cancel | _Finish
+
+
+class PagedEngine:
+    """`gewell.engine.api.Engine` over any runner. Commands of other threads wait in a queue for the next step.
+
+    is_recording_freed   hand freed pages on to the runner, for it to poison; the pool must record them
+    """
+
+    def __init__(
+        self,
+        *,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        is_recording_freed: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._info = info
+        self._scheduler = scheduler
+        self._runner = runner
+        self._is_recording_freed = is_recording_freed
+        self._clock = clock
+        self._commands: deque[_Command] = deque()
+        self._requests: dict[str, RequestState] = {}
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._num_arrivals = 0
+        self._busy_s = 0.0  # time in which a step was under way
+        self._busy_until_s = 0.0
+        self._counts = _Counts()
+        self._stats = EngineStats(num_pages=scheduler.pool.num_pages, num_free_pages=scheduler.pool.num_free_pages)
+
+    # ------------------------------------------------------------------------------------------------- any thread
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def add(self, request: EngineRequest) -> None:
+        self._commands.append(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._commands.append(_Cancel(request_id))
+
+    def finish(self, request_id: str, num_output_tokens: int) -> None:
+        self._commands.append(_Finish(request_id, num_output_tokens))
+
+    def has_work(self) -> bool:
+        return bool(self._commands or self._requests or self._in_flight)
+
+    def stats(self) -> EngineStats:
+        """As of the end of the last step."""
+        return self._stats
+
+    # ---------------------------------------------------------------------------------------------- engine thread
+
+    def step(self) -> list[Event]:
+        """Take in commands, launch the next step, return what the oldest step under way has found.
+
+        Raises EngineError when the runner fails as a whole: the process should end.
+        """
+        if not self.has_work():
+            return []
+        events: list[Event] = []
+        self._take_commands(events)
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._launch(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) > self._runner.depth):
+            self._collect(events)
+        elif plan is None and self._requests:
+            raise EngineError(f"{len(self._requests)} requests wait and no step can be planned")
+        self._snapshot()
+        return events
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _take_commands(self, events: list[Event]) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, EngineRequest):
+                self._accept(command, events)
+                continue
+            req = self._requests.get(command.request_id)
+            if req is None:
+                continue  # it ended while the command was on its way
+            if isinstance(command, _Cancel):
+                self._end(req, FinishReason.CANCELLED, events)
+            else:
+                req.num_output_tokens = min(req.num_output_tokens, command.num_output_tokens)
+                self._end(req, FinishReason.STOP, events)
+
+    # ------------------------------------------------------------------------------------------------------ coming
+
+    def _accept(self, request: EngineRequest, events: list[Event]) -> None:
+        if request.request_id in self._requests:
+            logger.warning("request %s is already here; the second one is dropped", request.request_id)
+            return
+        refusal = self._refusal(request)
+        if refusal is not None:
+            events.append(_refused(request, *refusal))
+            return
+        req = self._make_state(request)
+        self._requests[request.request_id] = req
+        last = request.emitted_ids[-1] if request.emitted_ids else None
+        if last in req.stop_ids and req.num_output_tokens >= request.sampling.min_tokens:
+            self._end(req, FinishReason.STOP, events, stop_token_id=last)
+        elif request.emitted_ids and req.num_output_tokens >= req.max_output_tokens:
+            self._end(req, FinishReason.LENGTH, events)
+        else:
+            self._scheduler.add(req)
+
+    def _refusal(self, request: EngineRequest) -> tuple[ErrorCode, str] | None:
+        num_prompt = len(request.prompt_ids)
+        limit = self._info.max_prompt_tokens
+        if not num_prompt:
+            return ErrorCode.EMPTY_PROMPT, "the prompt has no tokens"
+        if num_prompt > limit:
+            return ErrorCode.PROMPT_TOO_LONG, (
+                f"the prompt has {num_prompt} tokens; this engine takes at most {limit} "
+                f"(context {self._info.max_context}, {self._scheduler.pool.num_pages} KV pages)"
+            )
+        if request.lane not in LANE_WEIGHTS:
+            return ErrorCode.INVALID_REQUEST, f"lane: {request.lane!r} is not one of {', '.join(LANE_WEIGHTS)}"
+        return None
+
+    def _make_state(self, request: EngineRequest) -> RequestState:
+        sampling = request.sampling
+        tokens = array("i", request.prompt_ids)
+        tokens.extend(request.emitted_ids)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= frozenset(request.eos_token_ids)
+        self._num_arrivals += 1
+        return RequestState(
+            request=request,
+            order=self._num_arrivals,
+            tokens=tokens,
+            num_prompt_tokens=len(request.prompt_ids),
+            max_output_tokens=min(sampling.max_tokens, self._info.max_context - len(request.prompt_ids)),
+            num_output_tokens=len(request.emitted_ids),
+            stop_ids=stop_ids,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- stepping
+
+    def _launch(self, plan: StepPlan) -> None:
+        now = self._clock()
+        for req in plan.preempted:
+            req.engine_time_s += self._busy_s - req.running_since_s
+        for req in plan.joined:
+            req.running_since_s = self._busy_s
+            if req.started_at_s is None:
+                req.started_at_s = now
+                self._counts.prompt_tokens += req.num_prompt_tokens
+                self._counts.cached_tokens += req.num_cached_tokens
+        if self._is_recording_freed:
+            plan.freed_pages = self._scheduler.pool.drain_freed()
+        self._counts.planned(plan)
+        try:
+            self._runner.launch(plan)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"step {plan.step_idx} could not be launched: {error}") from error
+        self._in_flight.append((plan, now))
+
+    def _collect(self, events: list[Event]) -> None:
+        plan, launched_at_s = self._in_flight.popleft()
+        try:
+            result = self._runner.collect()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"step {plan.step_idx} failed: {error}") from error
+        now = self._clock()
+        self._busy_s += now - max(launched_at_s, self._busy_until_s)
+        self._busy_until_s = now
+        rows = plan.sampling_rows()
+        if len(result.token_ids) != len(rows):
+            raise EngineError(f"step {plan.step_idx}: {len(result.token_ids)} tokens for {len(rows)} rows")
+        bad = [rows[i] for i in result.bad_rows]
+        self._scheduler.complete(plan, bad)
+        for req in bad:
+            if req.stage is not Stage.FINISHED:
+                self._end_broken(req, events)
+        logprobs = result.logprobs
+        for i, (req, token_id) in enumerate(zip(rows, result.token_ids, strict=True)):
+            if req.stage is Stage.FINISHED:
+                continue  # ended while the step was under way
+            req.tokens.append(token_id)
+            req.num_output_tokens += 1
+            self._counts.generated_tokens += 1
+            if req.first_token_at_s is None:
+                req.first_token_at_s = now
+            lp = (logprobs[i],) if i in logprobs else None
+            events.append(TokensEvent(request_id=req.request_id, token_ids=(token_id,), logprobs=lp))
+            if token_id in req.stop_ids and req.num_output_tokens >= req.request.sampling.min_tokens:
+                self._end(req, FinishReason.STOP, events, stop_token_id=token_id)
+            elif req.num_output_tokens >= req.max_output_tokens:
+                self._end(req, FinishReason.LENGTH, events)
+        for chunk in plan.chunks:
+            if chunk.is_last and not chunk.samples and chunk.req.stage is not Stage.FINISHED:
+                self._end(chunk.req, FinishReason.LENGTH, events)  # nothing was to be generated
+
+    # ------------------------------------------------------------------------------------------------------- ending
+
+    def _end(
+        self, req: RequestState, reason: FinishReason, events: list[Event], *, stop_token_id: int | None = None
+    ) -> None:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._scheduler.lengths.ended(req)
+        events.append(self._leave(req, reason, stop_token_id=stop_token_id))
+
+    def _end_broken(self, req: RequestState, events: list[Event]) -> None:
+        message = f"the logits of output token {req.num_output_tokens} were not numbers"
+        events.append(self._leave(req, FinishReason.ERROR, error_code=ErrorCode.NUMERICS, error_message=message))
+
+    def _leave(
+        self,
+        req: RequestState,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error_code: str | None = None,
+        error_message: str | None = None,
+    ) -> FinishedEvent:
+        if req.row_idx >= 0:
+            req.engine_time_s += self._busy_s - req.running_since_s
+        self._scheduler.remove(req, is_sound=error_code is None)
+        del self._requests[req.request_id]
+        return FinishedEvent(
+            request_id=req.request_id,
+            reason=reason,
+            num_prompt_tokens=req.num_prompt_tokens,
+            num_output_tokens=req.num_output_tokens,
+            cache=req.answer,
+            stop_token_id=stop_token_id,
+            error_code=error_code,
+            error_message=error_message,
+            started_at_s=req.started_at_s,
+            first_token_at_s=req.first_token_at_s,
+            engine_time_s=req.engine_time_s,
+        )
+
+    def _snapshot(self) -> None:
+        scheduler, counts = self._scheduler, self._counts
+        self._stats = EngineStats(
+            num_steps=counts.num_steps,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            decode_rows_sum=counts.decode_rows_sum,
+            num_decode_steps=counts.num_decode_steps,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            computed_tokens=counts.computed_tokens,
+            generated_tokens=counts.generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_pages=scheduler.pool.num_pages,
+            num_free_pages=scheduler.pool.num_free_pages,
+            checkpoint_pages=scheduler.prefixes.num_evictable_pages,
+            num_checkpoints=scheduler.prefixes.num_checkpoints,
+            last_step_at_s=self._busy_until_s,
+            step_time_s=self._busy_s,
+        )
+
+
+class _Counts:
+    """Counters that only grow."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.decode_rows_sum = 0
+        self.num_decode_steps = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.computed_tokens = 0
+        self.generated_tokens = 0
+
+    def planned(self, plan: StepPlan) -> None:
+        self.num_steps += 1
+        self.computed_tokens += plan.num_prefill_tokens
+        if plan.decode_rows:
+            self.num_decode_steps += 1
+            self.decode_rows_sum += len(plan.decode_rows)
+
+
+def _refused(request: EngineRequest, code: ErrorCode, message: str) -> FinishedEvent:
+    return FinishedEvent(
+        request_id=request.request_id,
+        reason=FinishReason.ERROR,
+        num_prompt_tokens=len(request.prompt_ids),
+        num_output_tokens=len(request.emitted_ids),
+        cache=CacheAnswer(),
+        error_code=code,
+        error_message=message,
+    )
