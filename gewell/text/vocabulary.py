@@ -1,7 +1,7 @@
 """Builds Gemma tokenizers from the vocabulary inside a GGUF file. Needs `gguf` and `tokenizers`, no torch.
 
-Gemma's tokenizer is BPE over characters: spaces become "▁", bytes stand in for characters that the vocabulary lacks, and
-nothing splits the text apart from the added tokens.
+Gemma's tokenizer is BPE over characters: spaces become "▁", bytes stand in for characters that the vocabulary lacks,
+and nothing splits the text apart from the added tokens.
 """
 
 from collections.abc import Sequence
