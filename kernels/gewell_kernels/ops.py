@@ -59,6 +59,17 @@ def gelu_mul(gate_up: "Tensor") -> "Tensor":
     return op(gate_up)
 
 
+def linear(x: "Tensor", weight: "Tensor") -> "Tensor":
+    """out = x @ weight.T; x [num_rows, in_features], weight [out_features, in_features], both of one dtype."""
+    if x.is_cuda:
+        from torch.nn.functional import linear as cuda_op
+
+        return cuda_op(x, weight)
+    from gewell_kernels.cpu.linear import linear as op
+
+    return op(x, weight)
+
+
 def write_kv(
     qkv: "Tensor",
     num_q_heads: int,
@@ -91,6 +102,20 @@ def write_kv(
     else:
         from gewell_kernels.cpu.write_kv import write_kv as op
     return op(qkv, num_q_heads, q_weight, k_weight, eps, q_scale, has_v_norm, pages, layer, batch)
+
+
+def plan_attention(batch: AttentionBatch, layer: LayerKV, kv_bytes: int) -> AttentionBatch:
+    """Share out the decode part's keys among the device's programs, once a step for all layers of a kind.
+
+    layer     any layer of the kind; kv_bytes: bytes of one element of the pages
+    returns   batch with what the attention op would else work out in every layer. On the device, so that it can be part
+              of a CUDA graph; lengths may change between replays. On a CPU the batch itself
+    """
+    if not batch.kv_lens.is_cuda:
+        return batch
+    from gewell_kernels.paged_attention import plan_attention as op
+
+    return op(batch, layer, kv_bytes)
 
 
 def paged_attention(
@@ -137,7 +162,7 @@ def moe_experts(
 
 
 def copy_pages(pages: "Tensor", src: "Tensor", dst: "Tensor") -> None:
-    """pages[dst[i]] = pages[src[i]] for all i, in place; src and dst [n] int64, no page in both, dst without repeats."""
+    """pages[dst[i]] = pages[src[i]] for all i, in place; src and dst [n] int64, no page in both, none twice in dst."""
     if pages.is_cuda:
         from gewell_kernels.copy_pages import copy_pages as op
     else:
@@ -177,7 +202,7 @@ def sample(
     logits / temperature + g.
     Kept: of the ids sorted by logit, the first top_k; of those, the smallest set whose probability (softmax of
     logits / temperature over the kept) reaches top_p, at least one; of those, p >= min_p * p_max. Each cut is a logit:
-    ids whose logit equals that of the last one kept are kept too, so equal logits are treated equally (bf16 heads tie often).
+    ids whose logit equals that of the last one kept are kept too, so equal logits are treated equally.
     """
     if logits.is_cuda:
         from gewell_kernels.sample import sample as op

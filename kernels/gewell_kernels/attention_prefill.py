@@ -1,0 +1,266 @@
+"""Prefill attention: ragged chunks of queries over paged keys and this step's own keys, flash-style.
+
+A program holds BLOCK_M rows: BLOCK_M / BLOCK_G neighbouring tokens of one sequence times the query heads of one kv
+head, so that a tile of keys serves the whole group. The first block of sequence s has number cu_seqlens_q[s] // tokens
++ s, an upper bound: the grid follows from host numbers alone, and blocks past their sequence's end leave at once.
+
+A NaN key or value of a sequence may reach earlier queries of the same sequence (0 * NaN), never another sequence.
+"""
+
+import triton
+import triton.language as tl
+
+from gewell_kernels.attention_decode import load_turning, softmax_step, stored_rows
+
+
+@triton.jit
+def _block_of_program(
+    cu_seqlens_q_ptr, kv_lens_ptr, block, first_seq, num_seqs, BLOCK_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Sequence of a block, its first query's index in the step, the block's first query in it, q_len, kv_len."""
+    offs_s = first_seq + tl.arange(0, BLOCK_S)
+    base = tl.load(cu_seqlens_q_ptr + first_seq)
+    starts = tl.load(cu_seqlens_q_ptr + offs_s, mask=offs_s < num_seqs, other=0) - base
+    bounds = starts // BLOCK_TOKENS + (offs_s - first_seq)
+    seq = first_seq + tl.sum(((bounds <= block) & (offs_s < num_seqs)).to(tl.int32), axis=0) - 1
+    seq_start = tl.load(cu_seqlens_q_ptr + seq)
+    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - seq_start
+    first_query = (block - ((seq_start - base) // BLOCK_TOKENS + seq - first_seq)) * BLOCK_TOKENS
+    return seq, seq_start, first_query, q_len, tl.load(kv_lens_ptr + seq)
+
+
+@triton.jit
+def _prefill_plain_kernel(
+    q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] contiguous
+    k_new_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM] contiguous, likewise v_new; HAS_NEW
+    v_new_ptr,
+    pages_ptr,
+    page_table_ptr,
+    table_start_ptr,
+    kv_lens_ptr,
+    cu_seqlens_q_ptr,
+    visible_end_ptr,  # HAS_VISIBLE_END
+    out_ptr,  # as q
+    page_stride,  # elements
+    table_stride_s,
+    layer_offset,
+    first_seq,  # sequences before it are decoded elsewhere
+    num_seqs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # power of two >= GROUP
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    HAS_NEW: tl.constexpr,
+    HAS_VISIBLE_END: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out = softmax(q k^T + mask) v; softmax in float32, weights rounded to q's dtype; 0 for a query that sees no key."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // BLOCK_G
+    head = tl.program_id(1)
+    # Late blocks see more keys: they start first, so that no long program is left over at the end.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq, seq_start, first_query, q_len, kv_len = _block_of_program(
+        cu_seqlens_q_ptr, kv_lens_ptr, block, first_seq, num_seqs, BLOCK_TOKENS, BLOCK_S
+    )
+    if first_query >= q_len:
+        return
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    query = first_query + offs_m // BLOCK_G
+    mask_m = (query < q_len) & (offs_m % BLOCK_G < GROUP)
+    token = (seq_start + query).to(tl.int64)
+    q_rows = (token * NUM_KV_HEADS + head) * GROUP + offs_m % BLOCK_G
+    q_offs = q_rows[:, None] * HEAD_DIM + offs_d[None, :]
+    q = tl.load(q_ptr + q_offs, mask=mask_m[:, None], other=0.0)
+
+    chunk_start = kv_len - q_len  # position of the sequence's first query
+    position = chunk_start + query
+    if HAS_VISIBLE_END:
+        seen_end = tl.load(visible_end_ptr + token, mask=mask_m, other=0)
+    else:
+        seen_end = tl.where(mask_m, position + 1, 0)
+    oldest = tl.maximum(chunk_start + first_query + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    newest = tl.max(seen_end, axis=0)
+    split = tl.minimum(chunk_start, newest) if HAS_NEW else newest
+
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+
+    table_start = tl.load(table_start_ptr + seq)
+    table_row_ptr = page_table_ptr + seq.to(tl.int64) * table_stride_s
+    for key in tl.range(oldest // BLOCK_N * BLOCK_N, split, BLOCK_N, num_stages=STAGES):
+        keys = key + offs_n
+        valid = (keys >= oldest) & (keys < split)
+        # Before the table's start there are no pages: a tile that reaches there looks up nothing for those keys.
+        relative = tl.maximum(keys - table_start, 0)
+        page = tl.load(table_row_ptr + relative // PAGE_TOKENS, mask=valid, other=0).to(tl.int64)
+        slots = head * PAGE_TOKENS + relative % PAGE_TOKENS
+        rows = page * page_stride + layer_offset + slots.to(tl.int64) * HEAD_DIM
+        k_ptrs = pages_ptr + rows[:, None] + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=valid[:, None], other=0.0).to(q.dtype)
+        v_ptrs = k_ptrs + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
+        v = tl.load(v_ptrs, mask=valid[:, None], other=0.0).to(q.dtype)
+        seen = valid[None, :] & (keys[None, :] < seen_end[:, None])
+        if WINDOW > 0:
+            seen &= keys[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2E, float("-inf"))
+        row_max, row_sum, weights, scale = softmax_step(scores, row_max, row_sum)
+        acc = tl.dot(weights.to(q.dtype), v, acc * scale[:, None], input_precision="ieee")
+
+    if HAS_NEW:
+        # The step's own keys lie in one piece, from the sequence's first query on.
+        begin = tl.maximum(oldest - chunk_start, 0)
+        for key in tl.range(begin // BLOCK_N * BLOCK_N, newest - chunk_start, BLOCK_N, num_stages=STAGES):
+            keys = key + offs_n
+            valid = keys < newest - chunk_start
+            rows = ((seq_start + keys).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_DIM
+            k_ptrs = k_new_ptr + rows[:, None] + offs_d[None, :]
+            v_ptrs = v_new_ptr + rows[:, None] + offs_d[None, :]
+            k = tl.load(k_ptrs, mask=valid[:, None], other=0.0).to(q.dtype)
+            v = tl.load(v_ptrs, mask=valid[:, None], other=0.0).to(q.dtype)
+            seen = valid[None, :] & (keys[None, :] < seen_end[:, None] - chunk_start)
+            if WINDOW > 0:
+                seen &= keys[None, :] > query[:, None] - WINDOW
+            scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2E, float("-inf"))
+            row_max, row_sum, weights, scale = softmax_step(scores, row_max, row_sum)
+            acc = tl.dot(weights.to(q.dtype), v, acc * scale[:, None], input_precision="ieee")
+
+    out = acc / tl.where(row_max == float("-inf"), 1.0, row_sum)[:, None]
+    tl.store(out_ptr + q_offs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None])
+
+
+@triton.jit
+def _prefill_shared_kernel(
+    q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] contiguous, turning-first
+    pages_ptr,
+    page_table_ptr,
+    table_start_ptr,
+    kv_lens_ptr,
+    cu_seqlens_q_ptr,
+    visible_end_ptr,  # HAS_VISIBLE_END
+    k_weight_ptr,  # [HEAD_DIM] float32, original order; V_ONLY
+    rotary_ptr,  # [positions, 2 * NUM_LIVE] float16; V_ONLY
+    out_ptr,  # as q, original order
+    page_stride,  # elements
+    table_stride_s,
+    layer_offset,
+    first_seq,
+    num_seqs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_LIVE: tl.constexpr,  # HEAD_DIM / 8
+    V_ONLY: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_VISIBLE_END: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As the plain kernel where a row holds V alone (see the decode kernel); every key is read from the pages."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    HALF: tl.constexpr = HEAD_DIM // 2
+    ROW_ELEMS: tl.constexpr = HEAD_DIM if V_ONLY else HEAD_DIM + 2 * NUM_LIVE
+    BLOCK_TOKENS: tl.constexpr = BLOCK_M // BLOCK_G
+    head = tl.program_id(1)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq, seq_start, first_query, q_len, kv_len = _block_of_program(
+        cu_seqlens_q_ptr, kv_lens_ptr, block, first_seq, num_seqs, BLOCK_TOKENS, BLOCK_S
+    )
+    if first_query >= q_len:
+        return
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_i = tl.arange(0, NUM_LIVE)
+    offs_c = tl.arange(0, 2 * NUM_LIVE)
+    offs_d = tl.arange(0, 4 * NUM_LIVE)
+    query = first_query + offs_m // BLOCK_G
+    mask_m = (query < q_len) & (offs_m % BLOCK_G < GROUP)
+    token = (seq_start + query).to(tl.int64)
+    q_rows = ((token * NUM_KV_HEADS + head) * GROUP + offs_m % BLOCK_G)[:, None] * HEAD_DIM
+    q_a = tl.load(q_ptr + q_rows + offs_i[None, :], mask=mask_m[:, None], other=0.0)
+    q_b = tl.load(q_ptr + q_rows + NUM_LIVE + offs_i[None, :], mask=mask_m[:, None], other=0.0)
+    q_c = tl.load(q_ptr + q_rows + 2 * NUM_LIVE + offs_c[None, :], mask=mask_m[:, None], other=0.0)
+    q_d = tl.load(q_ptr + q_rows + 4 * NUM_LIVE + offs_d[None, :], mask=mask_m[:, None], other=0.0)
+    w_a = tl.load(k_weight_ptr + offs_i) if V_ONLY else offs_i
+    w_b = tl.load(k_weight_ptr + HALF + offs_i) if V_ONLY else offs_i
+
+    position = kv_len - q_len + query
+    if HAS_VISIBLE_END:
+        seen_end = tl.load(visible_end_ptr + token, mask=mask_m, other=0)
+    else:
+        seen_end = tl.where(mask_m, position + 1, 0)
+    table_start = tl.load(table_start_ptr + seq)
+    oldest = tl.maximum(kv_len - q_len + first_query + 1 - WINDOW, table_start) if WINDOW > 0 else 0
+    newest = tl.max(seen_end, axis=0)
+    table_row_ptr = page_table_ptr + seq.to(tl.int64) * table_stride_s
+
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc_a = tl.zeros((BLOCK_M, NUM_LIVE), tl.float32)
+    acc_b = tl.zeros((BLOCK_M, NUM_LIVE), tl.float32)
+    acc_c = tl.zeros((BLOCK_M, 2 * NUM_LIVE), tl.float32)
+    acc_d = tl.zeros((BLOCK_M, 4 * NUM_LIVE), tl.float32)
+    for relative in tl.range((oldest - table_start) // BLOCK_N * BLOCK_N, newest - table_start, BLOCK_N,
+                             num_stages=STAGES):  # fmt: skip
+        keys = table_start + relative + offs_n
+        valid = (keys >= oldest) & (keys < newest)
+        rows = stored_rows(
+            table_row_ptr, relative, newest - table_start, page_stride, layer_offset, head * PAGE_TOKENS,
+            PAGE_TOKENS, ROW_ELEMS, BLOCK_N, ONE_PAGE,
+        )  # fmt: skip
+        v_a, v_b, k_a, k_b = load_turning(
+            rows,
+            offs_n,
+            valid,
+            keys,
+            pages_ptr,
+            rotary_ptr,
+            w_a,
+            w_b,
+            q_ptr.dtype.element_ty,
+            NUM_LIVE,
+            HEAD_DIM,
+            V_ONLY,
+        )
+        rest_ptrs = pages_ptr + rows[:, None] + 2 * NUM_LIVE
+        v_c = tl.load(rest_ptrs + offs_c[None, :], mask=valid[:, None], other=0.0).to(q_a.dtype)
+        v_d = tl.load(rest_ptrs + 2 * NUM_LIVE + offs_d[None, :], mask=valid[:, None], other=0.0).to(q_a.dtype)
+        scores = tl.dot(q_d, tl.trans(v_d), input_precision="ieee")
+        scores = tl.dot(q_c, tl.trans(v_c), scores, input_precision="ieee")
+        scores = tl.dot(q_a, tl.trans(k_a), scores, input_precision="ieee")
+        scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision="ieee") * LOG2E
+        seen = valid[None, :] & (keys[None, :] < seen_end[:, None])
+        if WINDOW > 0:
+            seen &= keys[None, :] > position[:, None] - WINDOW
+        row_max, row_sum, weights, scale = softmax_step(tl.where(seen, scores, float("-inf")), row_max, row_sum)
+        weights = weights.to(q_a.dtype)
+        acc_a = tl.dot(weights, v_a, acc_a * scale[:, None], input_precision="ieee")
+        acc_b = tl.dot(weights, v_b, acc_b * scale[:, None], input_precision="ieee")
+        acc_c = tl.dot(weights, v_c, acc_c * scale[:, None], input_precision="ieee")
+        acc_d = tl.dot(weights, v_d, acc_d * scale[:, None], input_precision="ieee")
+
+    dtype = out_ptr.dtype.element_ty
+    inverse = (1.0 / tl.where(row_max == float("-inf"), 1.0, row_sum))[:, None]
+    out_rows = out_ptr + q_rows
+    # Passing dims [2n, 8n) in stored order: the first 3n are dims [n, 4n), the last 3n dims [5n, 8n).
+    place_c = NUM_LIVE + offs_c
+    place_d = tl.where(offs_d < NUM_LIVE, 3 * NUM_LIVE + offs_d, 4 * NUM_LIVE + offs_d)
+    tl.store(out_rows + offs_i[None, :], (acc_a * inverse).to(dtype), mask=mask_m[:, None])
+    tl.store(out_rows + HALF + offs_i[None, :], (acc_b * inverse).to(dtype), mask=mask_m[:, None])
+    tl.store(out_rows + place_c[None, :], (acc_c * inverse).to(dtype), mask=mask_m[:, None])
+    tl.store(out_rows + place_d[None, :], (acc_d * inverse).to(dtype), mask=mask_m[:, None])
