@@ -13,7 +13,7 @@ class PagePool:
     back what they did not use (`unclaim`), so that the step-by-step path touches no shared state.
 
     Freed pages are handed out again last in, first out. With `record_freed`, `drain_freed` tells which pages became
-    free, so that tests can poison them.
+    free, so that tests can poison them. `refs` is for reading only, by those who look at many pages.
     """
 
     def __init__(self, num_pages: int, *, record_freed: bool = False) -> None:
@@ -21,7 +21,7 @@ class PagePool:
             raise ValueError(f"num_pages: {num_pages} is not usable: at least 1")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._refs = array("l", bytes(array("l").itemsize * num_pages))
+        self.refs = array("l", bytes(array("l").itemsize * num_pages))
         self._fill = array("l", bytes(array("l").itemsize * num_pages))
         self._freed: list[int] | None = [] if record_freed else None
 
@@ -41,13 +41,13 @@ class PagePool:
         pages = self._free[: -num_pages - 1 : -1]
         del self._free[-num_pages:]
         for page in pages:
-            self._refs[page] = 1
+            self.refs[page] = 1
             self._fill[page] = 0
         return pages
 
     def touch(self, pages: Iterable[int]) -> None:
         """One more reference to each page. All must be held by somebody."""
-        refs = self._refs
+        refs = self.refs
         for page in pages:
             if refs[page] < 1:
                 raise RuntimeError(f"touch: page {page} is free")
@@ -55,7 +55,7 @@ class PagePool:
 
     def free(self, pages: Iterable[int]) -> list[int]:
         """Drop one reference to each page; returns those that became free."""
-        refs = self._refs
+        refs = self.refs
         freed = []
         for page in pages:
             left = refs[page] - 1
@@ -70,14 +70,14 @@ class PagePool:
         return freed
 
     def ref_cnt(self, page: int) -> int:
-        return self._refs[page]
+        return self.refs[page]
 
     def fill_mark(self, page: int) -> int:
         return self._fill[page]
 
     def can_claim(self, page: int, start: int) -> bool:
         """True when slots from `start` on may be written in place."""
-        return self._fill[page] <= start or self._refs[page] == 1
+        return self._fill[page] <= start or self.refs[page] == 1
 
     def claim_slots(self, page: int, start: int, end: int) -> bool:
         """Claim slots [start, end). True: write in place; False: the page is shared and written there, copy it."""
