@@ -44,7 +44,7 @@ class Linear:
         self.weight = place.empty(out_features, in_features)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return ops.linear(x, self.weight)
 
 
 class Place(NamedTuple):
@@ -311,7 +311,7 @@ class GemmaModel:
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """hidden_rows [rows, hidden_size], after the final norm -> [rows, vocab_size] float32, after the soft-cap."""
-        logits = F.linear(hidden_rows, self.embedding).float()
+        logits = ops.linear(hidden_rows, self.embedding).float()
         cap = self.config.final_logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
