@@ -22,7 +22,7 @@ from gewell.cache.geometry import KVGeometry
 from gewell.cache.hints import HintBook
 from gewell.cache.page_pool import PagePool
 from gewell.cache.policy import PRIORITY_FACTOR, Conversation, ReusePolicy
-from gewell.cache.prefix_tree import TOKEN_BYTES, ImageRun, Node, PrefixTree, common_depth, encode_key
+from gewell.cache.prefix_tree import ImageRun, Node, PrefixTree, common_depth, encode_key
 from gewell.cache.sequence_pages import ResumePoint, SequencePages
 from gewell.request import CacheAnswer, EngineRequest
 
@@ -52,7 +52,6 @@ class _Entry:
 
     request: EngineRequest
     num_prompt_tokens: int
-    key: bytes
     images: Sequence[ImageRun]
     root: Node
     leaf: Node
@@ -105,19 +104,33 @@ class PrefixCache:
 
     # ---------------------------------------------------------------------------------------------- the waiting window
 
-    def add_waiting(self, request: EngineRequest, images: Sequence[ImageRun] = (), *, at_front: bool = False) -> None:
-        """The request is in the window: its prefix becomes something to keep. `at_front`: it goes before all others."""
+    def add_waiting(
+        self,
+        request: EngineRequest,
+        images: Sequence[ImageRun] = (),
+        *,
+        key: bytes | None = None,
+        at_front: bool = False,
+    ) -> None:
+        """The request is in the window: its prefix becomes something to keep.
+
+        key        `encode_key` of prompt and emitted ids, where the caller has it
+        at_front   it goes before all others
+        """
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id!r} is known already")
         hints = request.cache
-        key = encode_key(request.prompt_ids, images)
+        if key is None:
+            key = encode_key(
+                [*request.prompt_ids, *request.emitted_ids] if request.emitted_ids else request.prompt_ids, images
+            )
         root = self.tree.root(hints.salt)
         if hints.mode == "off":
             leaf, conversation = root, None
         else:
             leaf = self.tree.insert(root, key)
             conversation = self._conversation(request)
-        entry = _Entry(request, len(key) // TOKEN_BYTES, key, images, root, leaf, 0, conversation, HintBook(request))
+        entry = _Entry(request, len(request.prompt_ids), images, root, leaf, 0, conversation, HintBook(request))
         leaf.num_users += 1
         self._entries[request.request_id] = entry
         self._enqueue(entry, at_front)
@@ -190,7 +203,7 @@ class PrefixCache:
 
     def _find_source(self, entry: _Entry) -> tuple[Checkpoint | None, int]:
         """The checkpoint from which the most tokens can be resumed, and how many."""
-        limit = len(entry.key) // TOKEN_BYTES
+        limit = entry.leaf.end
         best, position = None, 0
         for node in entry.leaf.path():
             if node.end <= position:
@@ -403,19 +416,20 @@ class PrefixCache:
         self._unplan(entry)
         if entry.request.cache.mode != "off":
             num_tokens = min(len(ids), sequence.num_tokens)
-            key = encode_key(ids[:num_tokens], entry.images)
-            if len(key) > len(entry.key):
-                self._move_leaf(entry, key)
+            self._extend_leaf(entry, ids[:num_tokens])
             node = self.tree.node_at(entry.leaf, num_tokens) if num_tokens else None
             if node is not None and node.checkpoint is None:
                 entry.swap = self._retain(entry, sequence, node, Kind.SWAP)
         self._enqueue(entry, at_front=True)
 
-    def _move_leaf(self, entry: _Entry, key: bytes) -> None:
-        leaf = self.tree.insert(entry.root, key)
+    def _extend_leaf(self, entry: _Entry, ids: Sequence[int]) -> None:
+        """The request has computed `ids`: the leaf moves to their end when they go beyond it."""
+        if len(ids) <= entry.leaf.end:
+            return
+        leaf = self.tree.insert(entry.leaf, encode_key(ids[entry.leaf.end :]))
         leaf.num_users += 1
         entry.leaf.num_users -= 1
-        entry.leaf, entry.key = leaf, key
+        entry.leaf = leaf
         for node in leaf.path():
             if node.seen:
                 break
@@ -444,7 +458,7 @@ class PrefixCache:
         self._unplan(entry)
         request, hints, conversation = entry.request, entry.request.cache, entry.conversation
         if hints.mode != "off" and entry.num_starts:
-            self._move_leaf(entry, encode_key(ids, entry.images))
+            self._extend_leaf(entry, ids)
             stable = max(request.stable_lengths, default=entry.num_prompt_tokens)
             verbatim = stable >= entry.num_prompt_tokens
             if completed and verbatim and sequence is not None and hints.mode == "auto" and not hints.one_off:

@@ -112,14 +112,17 @@ class PrefixTree:
             root = self._roots[salt] = Node(None, b"", 0)
         return root
 
-    def insert(self, root: Node, key: bytes) -> Node:
-        """The node whose path from the root spells exactly `key`; what is missing is added, an edge may be split."""
-        node, at, length = root, 0, len(key)
+    def insert(self, start: Node, key: bytes) -> Node:
+        """The node whose path below `start` (a root, or a known prefix) spells exactly `key`.
+
+        What is missing is added, an edge may be split.
+        """
+        node, at, length = start, 0, len(key)
         while at < length:
             first = key[at : at + TOKEN_BYTES]
             child = node.children.get(first)
             if child is None:
-                child = Node(node, key[at:], length // TOKEN_BYTES)
+                child = Node(node, key[at:], node.end + (length - at) // TOKEN_BYTES)
                 node.children[first] = child
                 self.num_tokens += (length - at) // TOKEN_BYTES
                 self.num_nodes += 1

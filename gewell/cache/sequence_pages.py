@@ -117,6 +117,25 @@ class SequencePages:
         A page that another sequence has written beyond our position is copied: see `copies`. The old page stays
         referenced until the next call of this object.
         """
+        start = self.num_tokens
+        reserved = self._reserve(num_new_tokens, keep_positions)
+        if reserved is None:
+            return None
+        plan, copies = reserved
+        full_slots, sliding_slots = array("q"), array("q")
+        if self.geometry.full is not None:
+            full_slots = _slots(self.full_pages, 0, self.geometry.full.page_tokens, start, self.num_tokens)
+        if self.geometry.sliding is not None:
+            sliding_slots = self._sliding_slots(plan.runs, start)
+        return Appended(full_slots, sliding_slots, copies)
+
+    def reserve(self, num_new_tokens: int, keep_positions: Iterable[int] = ()) -> bool:
+        """`append` for a world without bytes: pages are taken alike, no slots are listed. False: no room."""
+        return self._reserve(num_new_tokens, keep_positions) is not None
+
+    def _reserve(
+        self, num_new_tokens: int, keep_positions: Iterable[int]
+    ) -> tuple[_Plan, tuple[tuple[int, int], ...]] | None:
         self._drop_copy_sources()
         plan = self._plan(num_new_tokens, keep_positions)
         fresh = self.pool.allocate(plan.num_pages)
@@ -125,16 +144,13 @@ class SequencePages:
         fresh.reverse()
         copies: list[tuple[int, int]] = []
         end = self.num_tokens + num_new_tokens
-        full_slots, sliding_slots = array("q"), array("q")
         if self.geometry.full is not None:
             self._grow_full(plan, fresh, copies, end)
-            full_slots = _slots(self.full_pages, 0, self.geometry.full.page_tokens, self.num_tokens, end)
         if self.geometry.sliding is not None:
-            self._grow_sliding(plan, fresh, copies, end)
-            sliding_slots = self._sliding_slots(plan.runs, end)
+            self._grow_sliding(plan, fresh, copies)
         self.num_tokens = end
         self._open()
-        return Appended(full_slots, sliding_slots, tuple(copies))
+        return plan, tuple(copies)
 
     def _plan(self, num_new_tokens: int, keep_positions: Iterable[int]) -> _Plan:
         pool, geometry, position = self.pool, self.geometry, self.num_tokens
@@ -188,7 +204,7 @@ class SequencePages:
             pool.claim_slots(pages[-1], 0, size)
         self._full_claimed = len(pages) * size
 
-    def _grow_sliding(self, plan: _Plan, fresh: list[int], copies: list[tuple[int, int]], end: int) -> None:
+    def _grow_sliding(self, plan: _Plan, fresh: list[int], copies: list[tuple[int, int]]) -> None:
         assert self.geometry.sliding is not None
         pool, pages, size = self.pool, self.sliding_pages, self.geometry.sliding.page_tokens
         first_run = plan.runs[0][0]
@@ -222,14 +238,13 @@ class SequencePages:
         sources, self._copy_sources = self._copy_sources, []
         return self.pool.free(sources)
 
-    def _sliding_slots(self, runs: list[tuple[int, int]], end: int) -> "array[int]":
+    def _sliding_slots(self, runs: list[tuple[int, int]], at: int) -> "array[int]":
         assert self.geometry.sliding is not None
-        size, slots, at = self.geometry.sliding.page_tokens, array("q"), self.num_tokens
+        size, slots = self.geometry.sliding.page_tokens, array("q")
         for start, stop in runs:
             slots.extend([NO_SLOT] * (start - at))
             slots.extend(_slots(self.sliding_pages, self.sliding_start, size, start, stop))
             at = stop
-        slots.extend([NO_SLOT] * (end - at))
         return slots
 
     def _table_end(self) -> int:
