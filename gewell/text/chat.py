@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gewell.errors import InvalidRequest
+from gewell.text.jinja_template import JinjaTurns, read_file, read_template
 from gewell.text.messages import count_images, normalize_messages
 from gewell.text.prompt_parts import IMAGE, Control, Mark, Message, Part, TurnTemplate
 from gewell.text.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ class ImageRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
     ids: list[int]
-    message_starts: tuple[int, ...]  # token position where each message begins
+    message_starts: tuple[int, ...]  # token position where each message begins; () when the template does not tell
     images: tuple[ImageRun, ...]  # in the order of the conversation's image parts
 
 
@@ -85,22 +86,22 @@ class ChatRenderer:
         drop old thoughts, so the two may differ. Found by rendering both turns.
         """
         normal = normalize_messages(messages)
-        prompt = self._parts(normal, tools, thinking)
+        prompt = self._parts(normal, tools, thinking, marks=False)
         lengths = set()
         for probe in _next_turns(tools, thinking):
             try:
-                following = self._parts(normalize_messages([*normal, *probe]), tools, thinking)
+                following = self._parts(normalize_messages([*normal, *probe]), tools, thinking, marks=False)
             except InvalidRequest:
                 continue  # this template has no such turn
             lengths.add(self._num_common(prompt, following, image_tokens))
         return tuple(sorted(lengths - {0}))
 
-    def _parts(self, messages: Sequence[Message], tools: Tools, thinking: bool) -> list[Part]:
-        return list(_joined_text(self._template.parts(messages, tools=tools, thinking=thinking)))
+    def _parts(self, messages: Sequence[Message], tools: Tools, thinking: bool, marks: bool = True) -> list[Part]:
+        return list(_joined_text(self._template.parts(messages, tools=tools, thinking=thinking, marks=marks)))
 
     def _num_common(self, prompt: list[Part], following: list[Part], image_tokens: Sequence[int] | None) -> int:
-        a = [part for part in prompt if not isinstance(part, Mark)]
-        b = [part for part in following if not isinstance(part, Mark)]
+        """Tokens that two prompts share at their start. Their texts are joined: marks cut the same text in two ways."""
+        a, b = ([*_joined_text(p for p in parts if not isinstance(p, Mark))] for parts in (prompt, following))
         num_same = 0
         while num_same < min(len(a), len(b)) and a[num_same] == b[num_same]:
             num_same += 1
@@ -117,7 +118,7 @@ class ChatRenderer:
 
     def _assemble(self, parts: Sequence[Part], num_messages: int, image_tokens: Sequence[int] | None) -> RenderedPrompt:
         ids: list[int] = []
-        starts = [0] * num_messages
+        starts: dict[int, int] = {}
         images: list[ImageRun] = []
         for part in parts:
             if isinstance(part, str):
@@ -130,7 +131,7 @@ class ChatRenderer:
                 if part == IMAGE:
                     images.append(ImageRun(start=len(ids), num_tokens=1))
                 ids += self._control(part)
-        return RenderedPrompt(ids=ids, message_starts=tuple(starts), images=tuple(images))
+        return RenderedPrompt(ids=ids, message_starts=_filled(starts, num_messages), images=tuple(images))
 
     def _append_image(self, ids: list[int], num_tokens: int) -> ImageRun:
         ids += self._control(Control("<|image>"))
@@ -154,6 +155,11 @@ def load_chat(model_dir: Path, tokenizer: Tokenizer, template: Path | None = Non
 
     Raises CheckpointError when a template file cannot be read or parsed.
     """
+    if template is not None:
+        return ChatRenderer(tokenizer, JinjaTurns(read_file(template), tokenizer, name=str(template)))
+    own = read_template(model_dir)
+    if own is not None:
+        return ChatRenderer(tokenizer, JinjaTurns(own[0], tokenizer, name=own[1]))
     return ChatRenderer(tokenizer, built_in_template(tokenizer))
 
 
@@ -164,6 +170,16 @@ def built_in_template(tokenizer: Tokenizer) -> TurnTemplate:
     if tokenizer.control_id("<start_of_turn>") is not None:
         return Gemma3Turns()
     return PlainTurns()
+
+
+def _filled(starts: Mapping[int, int], num_messages: int) -> tuple[int, ...]:
+    """One position a message; a message without a mark begins where the one before it does."""
+    if not starts:
+        return ()
+    result: list[int] = []
+    for idx in range(num_messages):
+        result.append(starts.get(idx, result[-1] if result else 0))
+    return tuple(result)
 
 
 def _next_turns(tools: Tools, thinking: bool) -> Iterator[list[dict[str, Any]]]:

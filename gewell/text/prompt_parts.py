@@ -36,8 +36,9 @@ class TurnTemplate(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None,
         thinking: bool,
+        marks: bool = True,
     ) -> Iterator[Part]:
-        """The conversation and the head of the model's next turn.
+        """The conversation and the head of the model's next turn. Without `marks` a template may leave them out.
 
         Raises InvalidRequest when the conversation cannot be written down.
         """

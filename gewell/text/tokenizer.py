@@ -7,7 +7,7 @@ Two readers of a vocabulary share one protocol: `HFTokenizer` (a `tokenizer.json
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +52,10 @@ class Tokenizer(Protocol):
     def control_id(self, name: str) -> int | None:
         """Id of the control token with this name, e.g. "<|turn>"; None when the vocabulary has none."""
 
+    @property
+    def control_names(self) -> Collection[str]:
+        """Names of all control tokens."""
+
 
 class ByteTokenizer:
     """Ids 0 to 255 are the bytes of the text; there are no control tokens."""
@@ -70,6 +74,10 @@ class ByteTokenizer:
 
     def control_id(self, name: str) -> int | None:
         return None
+
+    @property
+    def control_names(self) -> Collection[str]:
+        return ()
 
 
 class HFTokenizer:
@@ -137,9 +145,8 @@ class HFTokenizer:
         return self._controls.get(name)
 
     @property
-    def control_pattern(self) -> re.Pattern[str]:
-        """Matches the name of any control token."""
-        return self._control_pattern
+    def control_names(self) -> Collection[str]:
+        return self._controls.keys()
 
     def save(self, path: Path) -> None:
         self._backend.save(str(path), pretty=False)

@@ -27,7 +27,12 @@ class Gemma4Turns:
         self._empty_thought = empty_thought
 
     def parts(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, thinking: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        thinking: bool,
+        marks: bool = True,
     ) -> Iterator[Part]:
         yield Control("<bos>")
         has_system = messages[0]["role"] in ("system", "developer")
@@ -102,7 +107,12 @@ class Gemma3Turns:
     end_tokens = ("<end_of_turn>",)
 
     def parts(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, thinking: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        thinking: bool,
+        marks: bool = True,
     ) -> Iterator[Part]:
         _refuse_tools(messages, tools, "Gemma 3")
         yield Control("<bos>")
@@ -130,7 +140,12 @@ class PlainTurns:
     end_tokens: tuple[str, ...] = ()
 
     def parts(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, thinking: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        thinking: bool,
+        marks: bool = True,
     ) -> Iterator[Part]:
         _refuse_tools(messages, tools, "a vocabulary without turn tokens")
         yield Control("<bos>")
