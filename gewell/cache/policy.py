@@ -101,7 +101,7 @@ class ReusePolicy:
         if checkpoint.kind == "shared":
             return 1.0, max(32.0, idle, (now - checkpoint.born + 1) / (checkpoint.uses + 1))
         conversation = checkpoint.conversation
-        if checkpoint.one_off or conversation is None:
+        if checkpoint.one_off or conversation is None or checkpoint.kind != "tail":
             return 0.02, 4096.0
         if checkpoint.superseded:
             return 0.01, 4096.0

@@ -96,6 +96,7 @@ class PrefixCache:
         self._entries: dict[str, _Entry] = {}
         self._orders: list[int] = []  # of waiting requests, ascending
         self._next_order = 0
+        self._front = 0
         self._conversations: OrderedDict[tuple[str | None, str], Conversation] = OrderedDict()
         self._expecting: dict[str, list[Conversation]] = {}
         self._ranking: list[tuple[float, int, Checkpoint]] = []
@@ -110,12 +111,12 @@ class PrefixCache:
         images: Sequence[ImageRun] = (),
         *,
         key: bytes | None = None,
-        at_front: bool = False,
+        order: int | None = None,
     ) -> None:
         """The request is in the window: its prefix becomes something to keep.
 
-        key        `encode_key` of prompt and emitted ids, where the caller has it
-        at_front   it goes before all others
+        key     `encode_key` of prompt and emitted ids, where the caller has it
+        order   its place in a queue whose order is known; by default behind all others that wait
         """
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id!r} is known already")
@@ -133,7 +134,7 @@ class PrefixCache:
         entry = _Entry(request, len(request.prompt_ids), images, root, leaf, 0, conversation, HintBook(request))
         leaf.num_users += 1
         self._entries[request.request_id] = entry
-        self._enqueue(entry, at_front)
+        self._enqueue(entry, order)
 
     def drop_waiting(self, request_id: str) -> None:
         """The request leaves the window without having started. An unknown or running one is left alone."""
@@ -143,12 +144,9 @@ class PrefixCache:
         self._dequeue(entry)
         self._forget(entry)
 
-    def _enqueue(self, entry: _Entry, at_front: bool) -> None:
-        if at_front:
-            entry.order = (self._orders[0] if self._orders else self._next_order) - 1
-        else:
-            entry.order = self._next_order
-            self._next_order += 1
+    def _enqueue(self, entry: _Entry, order: int | None) -> None:
+        entry.order = self._next_order if order is None else order
+        self._next_order = max(self._next_order, entry.order + 1)
         insort(self._orders, entry.order)
         entry.waiting = Waiting(entry.order, entry.root, entry.leaf)
         if entry.request.cache.mode != "off":
@@ -255,6 +253,7 @@ class PrefixCache:
         entry = self._entries[request_id]
         if entry.waiting is not None:
             self._dequeue(entry)
+        self._front = entry.order
         entry.num_starts += 1
         first = entry.num_starts == 1
         if first:
@@ -320,8 +319,10 @@ class PrefixCache:
         if fork is not None and fork.end >= MIN_SHARED_TOKENS:
             wanted[fork.end] = Kind.SHARED
         if not hints.one_off:
+            # A prompt that returns whole is followed by its answer: the end of that will be the tail.
+            whole = Kind.TAIL if request.sampling.max_tokens == 0 else Kind.SPACED
             for position in request.stable_lengths or (length,):
-                wanted[position] = Kind.TAIL
+                wanted[position] = whole if position == length else Kind.TAIL
         for position in entry.hints.breakpoints(length, entry.images):
             wanted[position] = Kind.SHARED
         plan: dict[int, tuple[Node, Kind]] = {}
@@ -387,7 +388,7 @@ class PrefixCache:
             checkpoint.conversation = conversation
             checkpoint.superseded = False
             for old in conversation.tails:
-                if old is not checkpoint and old.born < checkpoint.born:
+                if old.position < checkpoint.position and common_depth(old.node, checkpoint.node) == old.position:
                     old.superseded = True
             conversation.tails = [old for old in conversation.tails if not old.superseded and old in self.index]
             if checkpoint not in conversation.tails:
@@ -420,7 +421,7 @@ class PrefixCache:
             node = self.tree.node_at(entry.leaf, num_tokens) if num_tokens else None
             if node is not None and node.checkpoint is None:
                 entry.swap = self._retain(entry, sequence, node, Kind.SWAP)
-        self._enqueue(entry, at_front=True)
+        self._enqueue(entry, self._orders[0] - 1 if self._orders else self._next_order - 1)
 
     def _extend_leaf(self, entry: _Entry, ids: Sequence[int]) -> None:
         """The request has computed `ids`: the leaf moves to their end when they go beyond it."""
@@ -580,8 +581,8 @@ class PrefixCache:
     def _value(self, checkpoint: Checkpoint, pages: int) -> float:
         if checkpoint.expires_at_s is not None and self._clock() >= checkpoint.expires_at_s:
             return 0.0
-        rank = bisect_left(self._orders, checkpoint.waiters[0].order) + 1 if checkpoint.waiters else None
-        value = self.policy.value(checkpoint, pages, rank)
+        distance = checkpoint.waiters[0].order - self._front if checkpoint.waiters else None
+        value = self.policy.value(checkpoint, pages, distance)
         return 1e9 + value if checkpoint.pinned else value
 
     def _tangled_victim(self) -> Checkpoint | None:

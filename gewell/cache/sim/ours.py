@@ -86,7 +86,7 @@ class GewellStore:
                 expect_after=job.expect_after if self._use_expect else None,
             ),
         )
-        self.cache.add_waiting(request, key=self._tokens.prompt(job))
+        self.cache.add_waiting(request, key=self._tokens.prompt(job), order=job.index)
         self._known.add(job.job_id)
 
     def start(self, job: Job) -> tuple[int, bool] | None:
