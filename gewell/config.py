@@ -97,6 +97,12 @@ class SpecialTokens:
     boi: int | None = None
     eoi: int | None = None
     video: int | None = None
+    audio: int | None = None
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids that stand for something else than a word: where nothing is put in their place, they read as padding."""
+        return tuple(i for i in (self.image, self.video, self.audio) if i is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -498,6 +504,7 @@ def _tokens(outer: _Fields, text: _Fields, generation: _Fields) -> SpecialTokens
         boi=outer.token("boi_token_id"),
         eoi=outer.token("eoi_token_id"),
         video=outer.token("video_token_id"),
+        audio=outer.token("audio_token_id"),
     )
 
 

@@ -266,6 +266,12 @@ class GemmaModel:
                 layer.attention.k_norm = self.layers[layer.kv_layer_idx].attention.k_norm
         self.final_norm = place.norm_weight(config.hidden_size)
         self.layer_inputs = LayerInputs(config, place) if config.per_layer_input is not None else None
+        # Placeholder ids (image, video, audio) have rows of the table for the output head; as input they read as padding.
+        self.input_rows: Tensor | None = None
+        placeholders = [i for i in config.tokens.placeholders if i < config.vocab_size]
+        if placeholders:
+            self.input_rows = torch.arange(config.vocab_size, device=place.device)
+            self.input_rows[placeholders] = config.tokens.pad
 
     def forward(self, batch: ForwardBatch, pages: Tensor, observe: Observe | None = None) -> Tensor:
         """Run all layers over the step's tokens; keys and values are written into `pages`, in place.
@@ -274,8 +280,9 @@ class GemmaModel:
         observe   called with a name ("hidden.embed", "hidden.<i>", "hidden.final", "router_index.<i>", ...) and a
                   tensor; tests and `gewell verify` look inside with it. The tensors are live: copy what is kept
         """
-        residual = self.embed(batch)
-        layer_inputs = self.layer_inputs(batch, residual) if self.layer_inputs is not None else None
+        ids = batch.input_ids if self.input_rows is None else self.input_rows[batch.input_ids]
+        residual = self.embed(ids, batch)
+        layer_inputs = self.layer_inputs(ids, residual) if self.layer_inputs is not None else None
         if observe:
             observe("hidden.embed", residual)
         new_kv: dict[int, NewKV] = {}
@@ -301,9 +308,9 @@ class GemmaModel:
             observe("hidden.final", normed)
         return normed
 
-    def embed(self, batch: ForwardBatch) -> Tensor:
+    def embed(self, ids: Tensor, batch: ForwardBatch) -> Tensor:
         """[num_tokens, hidden_size]: scaled token embeddings, with images' rows put in unscaled."""
-        x = F.embedding(batch.input_ids, self.embedding) * self.embedding_scale
+        x = F.embedding(ids, self.embedding) * self.embedding_scale
         if batch.image_rows is not None:
             assert batch.image_embeds is not None
             x.index_copy_(0, batch.image_rows, batch.image_embeds.to(x.dtype))
@@ -318,6 +325,13 @@ class GemmaModel:
     def weight_slots(self) -> "Iterator[tuple[str, WeightSlot]]":
         """Every tensor of a checkpoint by its name without prefix, and the memory it is copied into."""
         return _weight_slots(self)
+
+    def use_kv_plan(self, kv_plan: KVPlan) -> None:
+        """Read and write pages of another layout from now on; the weights are the same for all."""
+        self.kv_plan = kv_plan
+        self.layer_kv = kv_plan.layers
+        for layer, layer_kv in zip(self.layers, kv_plan.layers, strict=True):
+            layer.attention.layer_kv = layer_kv
 
     def finish_loading(self) -> None:
         """Take over what is kept on the host; call it once after the slots are filled."""
@@ -355,7 +369,6 @@ class LayerInputs:
         assert config.per_layer_input is not None
         self.size = config.per_layer_input.size
         self.num_layers = config.num_layers
-        self.pad_id = config.tokens.pad
         self.eps = config.rms_norm_eps
         width = self.num_layers * self.size
         self.embedding = place.empty(config.per_layer_input.vocab_size, width)
@@ -364,11 +377,8 @@ class LayerInputs:
         self.projection_scale = config.hidden_size**-0.5
         self.norm = place.norm_weight(self.size)
 
-    def __call__(self, batch: ForwardBatch, embeds: Tensor) -> Tensor:
-        """embeds [num_tokens, hidden] -> [num_tokens, num_layers, size]."""
-        ids = batch.input_ids
-        if batch.image_rows is not None:  # an image's rows have no word of their own in the second table
-            ids = ids.index_fill(0, batch.image_rows, self.pad_id)
+    def __call__(self, ids: Tensor, embeds: Tensor) -> Tensor:
+        """ids [num_tokens] (padding at placeholders), embeds [num_tokens, hidden] -> [num_tokens, num_layers, size]."""
         words = F.embedding(ids, self.embedding) * self.embedding_scale
         context = self.projection(embeds) * self.projection_scale
         shape = (-1, self.num_layers, self.size)

@@ -76,6 +76,13 @@ class Checkpoint:
             tensors.update(_read_header(file))
         return cls(model_dir, tensors)
 
+    @classmethod
+    def open_file(cls, file: Path) -> Self:
+        """One safetensors file, whatever its name."""
+        if not file.is_file():
+            raise CheckpointError(f"{file} is not there")
+        return cls(file.parent, _read_header(file))
+
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped file, valid as long as it lives; do not write to it."""
         info = self.tensors[name]

@@ -1,0 +1,152 @@
+"""Compares a checkpoint with golden outputs in every way in which the engine may compute them.
+
+Each case runs in one piece, in chunks around the window's size, token by token, and together with all others in ragged
+steps, over pages that hold NaN when nobody wrote them, in each layout of the full layers. Works for any folder of the
+layout that `gewell.engine.golden` describes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from gewell_kernels.layout import KVLayout
+from torch import Tensor
+
+from gewell.config import ModelConfig
+from gewell.engine.golden import Case, GoldenFolder
+from gewell.engine.replay import Replay, Schedule, Track, in_mixed_pieces, in_pieces
+from gewell.engine.states import compare_states
+from gewell.model.gemma import GemmaModel
+from gewell.model.kv_plan import plan_kv
+from gewell.weights.checkpoint import load_model
+
+_LOGIT_ROWS = 64  # a large vocabulary is compared in blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One comparison: `what` of a case, computed in this way. `difference` is the largest; ids count wrong ones."""
+
+    case: str
+    way: str
+    layout: str
+    what: str
+    difference: float
+    tolerance: float
+
+    @property
+    def is_ok(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@dataclass(slots=True, kw_only=True)
+class Verification:
+    folder: str
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_ok(self) -> bool:
+        return bool(self.findings) and all(finding.is_ok for finding in self.findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`together`: all cases in the same steps; else one case after the other, in the same pool."""
+
+    name: str
+    schedules: tuple[Schedule, ...]  # by case number, in turn
+    is_together: bool = False
+
+
+def ways(sliding_window: int) -> list[Way]:
+    window = sliding_window
+    sizes = sorted({1, 3, max(1, window - 1), window, window + 1})
+    mixed = [(3, window + 1, 1), (window - 1, 2), (1, window), (window + 1,)]
+    return [
+        Way("whole", (in_pieces(None),)),
+        *[Way(f"chunks of {size}", (in_pieces(size),)) for size in sizes],
+        Way("one by one", (in_pieces(1, as_decode=True),)),
+        Way("together", (in_pieces(None),), is_together=True),
+        Way("interleaved", tuple(in_mixed_pieces(m, i) for i, m in enumerate(mixed)), is_together=True),
+    ]
+
+
+def verify(
+    folder: Path, *, model_dir: Path | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Verification:
+    """Run all cases of a folder. model_dir: where the checkpoint lies, when not beside the golden outputs.
+
+    Raises CheckpointError or ConfigError when the folder cannot be used at all.
+    """
+    golden = GoldenFolder.read(folder)
+    model = load_model(model_dir or folder, dtype=dtype, device=device)
+    verification = Verification(folder=str(folder))
+    with torch.inference_mode():
+        for layout in _layouts(model.config):
+            model.use_kv_plan(plan_kv(model.config, dtype_bytes=dtype.itemsize, full_layout=layout))
+            verification.findings += _run_layout(model, golden.cases, layout)
+    return verification
+
+
+def _layouts(config: ModelConfig) -> Sequence[KVLayout]:
+    return list(KVLayout) if any(layer.k_eq_v for layer in config.layers) else [KVLayout.PLAIN]
+
+
+def _run_layout(model: GemmaModel, cases: Sequence[Case], layout: KVLayout) -> Iterator[Finding]:
+    geometry = model.kv_plan.geometry
+    lengths = [len(case.prompt_ids) + len(case.greedy_ids) for case in cases]
+    replay = Replay(model, num_pages=sum(geometry.num_pages(length) + 4 for length in lengths))
+    for way in ways(geometry.sliding_window):
+        groups = [cases] if way.is_together else [[case] for case in cases]
+        for group in groups:
+            yield from _run_group(replay, group, way, layout)
+
+
+def _run_group(replay: Replay, cases: Sequence[Case], way: Way, layout: KVLayout) -> Iterator[Finding]:
+    tracks = [_track(replay, case) for case in cases]
+    case_of = {id(track): case for track, case in zip(tracks, cases, strict=True)}
+    differences = {case.name: 0.0 for case in cases}
+    wrong_ids = {case.name: 0 for case in cases}
+    seen: dict[str, Tensor] = {}
+    step = 0
+    while any(track.num_left for track in tracks):
+        pieces = []
+        for i, (track, case) in enumerate(zip(tracks, cases, strict=True)):
+            schedule = way.schedules[i % len(way.schedules)]
+            piece = schedule(step, track, len(case.prompt_ids)) if track.num_left else None
+            if piece is not None:
+                pieces.append(piece)
+        watches = way.name == "whole" and step == 0
+        observe = (lambda name, tensor: seen.__setitem__(name, tensor.clone())) if watches else None
+        for track, position, hidden in replay.step(pieces, observe):
+            case = case_of[id(track)]
+            for first in range(0, hidden.shape[0], _LOGIT_ROWS):
+                logits = replay.model.logits(hidden[first : first + _LOGIT_ROWS]).cpu()
+                difference = case.logit_difference(position + first, logits)
+                differences[case.name] = max(differences[case.name], difference)
+                wrong_ids[case.name] += case.wrong_greedy_ids(position + first, logits)
+        if watches:
+            for what, difference in compare_states(replay, tracks[0], cases[0], seen):
+                tolerance = 0.0 if what.startswith("router_index") else cases[0].atol
+                yield Finding(
+                    case=cases[0].name,
+                    way=way.name,
+                    layout=layout,
+                    what=what,
+                    difference=difference,
+                    tolerance=tolerance,
+                )
+        step += 1
+    for track in tracks:
+        track.sequence.release()
+    for case in cases:
+        common = {"case": case.name, "way": way.name, "layout": str(layout)}
+        yield Finding(**common, what="logits", difference=differences[case.name], tolerance=case.atol)
+        if case.greedy_ids:
+            yield Finding(**common, what="greedy ids", difference=float(wrong_ids[case.name]), tolerance=0.0)
+
+
+def _track(replay: Replay, case: Case) -> Track:
+    # The last greedy id is chosen, never fed back.
+    return Track(token_ids=case.prompt_ids + case.greedy_ids[:-1], sequence=replay.new_sequence())
