@@ -58,6 +58,8 @@ class PagedEngine:
         self._busy_s = 0.0  # time in which a step was under way
         self._busy_until_s = 0.0
         self._counts = _Counts()
+        self._num_checkpoint_pages = 0
+        self._pages_counted_at_s = -1.0
         self._stats = EngineStats(num_pages=scheduler.pool.num_pages, num_free_pages=scheduler.pool.num_free_pages)
 
     # ------------------------------------------------------------------------------------------------- any thread
@@ -132,13 +134,13 @@ class PagedEngine:
             events.append(_refused(request, *refusal))
             return
         req = self._make_state(request)
-        self._requests[request.request_id] = req
         last = request.emitted_ids[-1] if request.emitted_ids else None
         if last in req.stop_ids and req.num_output_tokens >= request.sampling.min_tokens:
-            self._end(req, FinishReason.STOP, events, stop_token_id=last)
+            events.append(_finished(req, FinishReason.STOP, stop_token_id=last))
         elif request.emitted_ids and req.num_output_tokens >= req.max_output_tokens:
-            self._end(req, FinishReason.LENGTH, events)
+            events.append(_finished(req, FinishReason.LENGTH))
         else:
+            self._requests[request.request_id] = req
             self._scheduler.add(req)
 
     def _refusal(self, request: EngineRequest) -> tuple[ErrorCode, str] | None:
@@ -239,40 +241,30 @@ class PagedEngine:
     def _end(
         self, req: RequestState, reason: FinishReason, events: list[Event], *, stop_token_id: int | None = None
     ) -> None:
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        is_completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_completed:
             self._scheduler.lengths.ended(req)
-        events.append(self._leave(req, reason, stop_token_id=stop_token_id))
+        self._leave(req, is_completed=is_completed)
+        events.append(_finished(req, reason, stop_token_id=stop_token_id))
 
     def _end_broken(self, req: RequestState, events: list[Event]) -> None:
         message = f"the logits of output token {req.num_output_tokens} were not numbers"
-        events.append(self._leave(req, FinishReason.ERROR, error_code=ErrorCode.NUMERICS, error_message=message))
+        self._leave(req, is_completed=False, is_sound=False)
+        events.append(_finished(req, FinishReason.ERROR, error_code=ErrorCode.NUMERICS, error_message=message))
 
-    def _leave(
-        self,
-        req: RequestState,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        error_code: str | None = None,
-        error_message: str | None = None,
-    ) -> FinishedEvent:
+    def _leave(self, req: RequestState, *, is_completed: bool, is_sound: bool = True) -> None:
         if req.row_idx >= 0:
             req.engine_time_s += self._busy_s - req.running_since_s
-        self._scheduler.remove(req, is_sound=error_code is None)
+        self._scheduler.remove(req, is_completed=is_completed, is_sound=is_sound)
         del self._requests[req.request_id]
-        return FinishedEvent(
-            request_id=req.request_id,
-            reason=reason,
-            num_prompt_tokens=req.num_prompt_tokens,
-            num_output_tokens=req.num_output_tokens,
-            cache=req.answer,
-            stop_token_id=stop_token_id,
-            error_code=error_code,
-            error_message=error_message,
-            started_at_s=req.started_at_s,
-            first_token_at_s=req.first_token_at_s,
-            engine_time_s=req.engine_time_s,
-        )
+
+    def _checkpoint_pages(self) -> int:
+        """A figure for people, not worth counting in every step."""
+        now = self._clock()
+        if now - self._pages_counted_at_s > 0.2 or not self.has_work():
+            self._pages_counted_at_s = now
+            self._num_checkpoint_pages = self._scheduler.prefixes.num_evictable_pages
+        return self._num_checkpoint_pages
 
     def _snapshot(self) -> None:
         scheduler, counts = self._scheduler, self._counts
@@ -289,7 +281,7 @@ class PagedEngine:
             num_preemptions=scheduler.num_preemptions,
             num_pages=scheduler.pool.num_pages,
             num_free_pages=scheduler.pool.num_free_pages,
-            checkpoint_pages=scheduler.prefixes.num_evictable_pages,
+            checkpoint_pages=self._checkpoint_pages(),
             num_checkpoints=scheduler.prefixes.num_checkpoints,
             last_step_at_s=self._busy_until_s,
             step_time_s=self._busy_s,
@@ -314,6 +306,29 @@ class _Counts:
         if plan.decode_rows:
             self.num_decode_steps += 1
             self.decode_rows_sum += len(plan.decode_rows)
+
+
+def _finished(
+    req: RequestState,
+    reason: FinishReason,
+    *,
+    stop_token_id: int | None = None,
+    error_code: str | None = None,
+    error_message: str | None = None,
+) -> FinishedEvent:
+    return FinishedEvent(
+        request_id=req.request_id,
+        reason=reason,
+        num_prompt_tokens=req.num_prompt_tokens,
+        num_output_tokens=req.num_output_tokens,
+        cache=req.answer,
+        stop_token_id=stop_token_id,
+        error_code=error_code,
+        error_message=error_message,
+        started_at_s=req.started_at_s,
+        first_token_at_s=req.first_token_at_s,
+        engine_time_s=req.engine_time_s,
+    )
 
 
 def _refused(request: EngineRequest, code: ErrorCode, message: str) -> FinishedEvent:

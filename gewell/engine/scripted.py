@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 
 from gewell.cache.geometry import KindGeometry, KVGeometry
 from gewell.cache.page_pool import PagePool
+from gewell.cache.prefix_cache import PrefixCache
 from gewell.cache.sequence_pages import NO_SLOT
 from gewell.engine.api import EngineInfo, TokenLogprobs
 from gewell.engine.engine import PagedEngine
 from gewell.scheduler.batch import Scheduler, SchedulerConfig, max_tokens_alone
 from gewell.scheduler.plan import PrefillChunk, StepPlan, StepResult
-from gewell.scheduler.prefixes import NoPrefixes, Prefixes
+from gewell.scheduler.prefixes import CachedPrefixes, NoPrefixes, Prefixes
 from gewell.scheduler.request import RequestState
 
 PRINTABLE = tuple(range(32, 127))  # ids of ASCII text under a byte tokenizer
@@ -270,6 +271,8 @@ def build_scripted_engine(
     slack_tokens: int = 4,
     model: str = "scripted",
     fingerprint: str = "scripted-1",
+    has_cache: bool = True,
+    min_shared_tokens: int = 16,
     eos_odds: int = 0,
     alphabet: Sequence[int] = PRINTABLE,
     step_delay_s: float = 0.0,
@@ -294,9 +297,10 @@ def build_scripted_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         shadow_tokens=max(1, max_num_batched_tokens // 8),
+        min_shared_tokens=min_shared_tokens,
     )
     pool = PagePool(num_pages, record_freed=True)
-    prefixes: Prefixes = NoPrefixes()
+    prefixes: Prefixes = CachedPrefixes(PrefixCache(pool, geometry, clock=clock)) if has_cache else NoPrefixes()
     longest = min(max_context, max_tokens_alone(num_pages, geometry))
     info = EngineInfo(
         model=model,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from gewell.cache.geometry import KVGeometry
 from gewell.cache.page_pool import PagePool
+from gewell.cache.prefix_cache import MIN_SHARED_TOKENS
 from gewell.cache.sequence_pages import SequencePages, append_decode
 from gewell.errors import ConfigError
 from gewell.scheduler.lengths import OutputLengths
@@ -22,8 +23,6 @@ from gewell.scheduler.prefixes import Prefixes
 from gewell.scheduler.request import RequestState, Stage
 from gewell.scheduler.window import Window
 
-MIN_SHARED_TOKENS = 32  # a sibling waits for a prefill in progress only when that saves at least this much
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -31,11 +30,13 @@ class SchedulerConfig:
 
     max_num_batched_tokens   tokens of a step while there are too few decode rows
     shadow_tokens            prefill tokens of a step at full width: what hides behind reading the weights
+    min_shared_tokens        a sibling waits for a prefill in progress only when that saves so many tokens
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     shadow_tokens: int = 256
+    min_shared_tokens: int = MIN_SHARED_TOKENS
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -134,17 +135,16 @@ class Scheduler:
         self.prefixes.add_waiting(req)
         self.window.add(req)
 
-    def remove(self, req: RequestState, *, is_sound: bool = True) -> None:
-        """The request has ended, wherever it was; everything it held goes back."""
+    def remove(self, req: RequestState, *, is_completed: bool = True, is_sound: bool = True) -> None:
+        """The request has ended, wherever it was; everything it held goes back. See `Prefixes.finished`."""
+        self.prefixes.finished(req, is_sound=is_sound, is_completed=is_completed)
         if req.stage is Stage.WAITING:
             self._leave_waiting(req)
-        elif req.stage is not Stage.FINISHED:
-            self.prefixes.finished(req, is_sound=is_sound)
+        else:
             self._stop_running(req)
         req.stage = Stage.FINISHED
 
     def _leave_waiting(self, req: RequestState) -> None:
-        self.prefixes.drop_waiting(req)
         if req.leader is not None:
             req.leader.followers = [(at, other) for at, other in req.leader.followers if other is not req]
             req.leader = None
@@ -170,18 +170,18 @@ class Scheduler:
         self._free_rows.append(req.row_idx)
         req.row_idx = -1
         req.keep_positions = []
-        req.num_pending_keeps = 0
+        req.pending_keeps = []
         self._release_followers(req, None)
         self._blocked = None
 
     def _preempt(self, plan: StepPlan, req: RequestState) -> None:
+        self.prefixes.preempted(req)
         self._stop_running(req)
         req.stage = Stage.WAITING
         req.num_computed_tokens = 0
         req.num_preemptions += 1
         self.num_preemptions += 1
         plan.preempted.append(req)
-        self.prefixes.add_waiting(req)
         insort(self._returning, req, key=lambda other: other.start_order)
 
     # ---------------------------------------------------------------------------------------------------- one step
@@ -215,7 +215,7 @@ class Scheduler:
             if req.pages is None or req.stage is not Stage.PREFILL:
                 continue  # preempted or ended while the step was under way
             for position in chunk.keep_positions:
-                req.num_pending_keeps -= 1
+                req.pending_keeps.remove(position)
                 if req not in unsound:
                     self.prefixes.retain(req, position)
             self._release_followers(req, chunk.end)
@@ -299,7 +299,7 @@ class Scheduler:
         """Plan the request's next tokens; returns how many, 0 when there is no room for even one."""
         pages, start = req.pages, req.num_computed_tokens
         assert pages is not None
-        if not req.num_pending_keeps:
+        if not req.pending_keeps:
             pages.trim()
         end = chunk_end(start, min(start + budget, req.num_tokens), req.image_runs)
         keeps = [position for position in req.keep_positions if position <= end]
@@ -328,7 +328,7 @@ class Scheduler:
         plan.copies.extend(appended.copies)
         plan.changed_tables.append(req)
         req.num_computed_tokens = end
-        req.num_pending_keeps += len(keeps)
+        req.pending_keeps.extend(keeps)
         req.keep_positions = [position for position in req.keep_positions if position > end]
         self._reserve(req)
         if is_last:
@@ -356,21 +356,28 @@ class Scheduler:
             req.leader = leader
             leader.followers.append((position, req))
             self._num_following += 1
-            if position not in leader.keep_positions:
-                insort(leader.keep_positions, position)
         return None
 
     def _shared_with_prefill(self, req: RequestState) -> tuple[RequestState, int] | None:
-        """A running prefill that will pass more of this request than is cached, and the position where they part."""
-        best: tuple[RequestState, int] | None = None
-        least = self._look(req) + MIN_SHARED_TOKENS
-        for leader in self._prefills:
-            if leader.request.cache.salt != req.request.cache.salt or leader.request.cache.mode != "auto":
+        """A running prefill that will leave a checkpoint in this request's prompt beyond what is cached, and where."""
+        cache = req.request.cache
+        if cache.mode == "off" or req.num_tokens <= self.config.min_shared_tokens:
+            return None
+        least = self._look(req) + self.config.min_shared_tokens
+        for leader in self._prefills + self._landing:
+            if leader.request.cache.mode != "auto" or leader.request.cache.salt != cache.salt:
                 continue
-            position = common_prefix(leader.tokens, req.tokens, req.num_tokens - 1)
-            if position >= least and position > leader.num_computed_tokens:
-                best, least = (leader, position), position + 1
-        return best
+            common = common_prefix(leader.tokens, req.tokens, req.num_tokens - 1)
+            if common < least:
+                continue
+            ahead = [at for at in leader.pending_keeps + leader.keep_positions if least <= at <= common]
+            best = max(ahead, default=0)
+            if common > max(best, leader.num_computed_tokens) and self.prefixes.want(leader, common):
+                insort(leader.keep_positions, common)
+                best = common
+            if best:
+                return leader, best
+        return None
 
     def _start(self, plan: StepPlan, req: RequestState) -> bool:
         """Give the request a row and the pages of its resume point. False: it does not fit now."""
@@ -391,7 +398,6 @@ class Scheduler:
             del self._returning[0]
         else:
             self.window.start(req)
-        self.prefixes.drop_waiting(req)
         if req.start_order < 0:
             req.start_order = self._num_started
             req.num_cached_tokens = min(pages.num_tokens, req.num_prompt_tokens)
@@ -400,7 +406,7 @@ class Scheduler:
         req.row_idx = self._free_rows.pop()
         req.num_computed_tokens = pages.num_tokens
         req.num_expected_pages = num_expected
-        req.keep_positions = self.prefixes.keep_positions(req, pages.num_tokens)
+        req.keep_positions = self.prefixes.start(req, pages.num_tokens)
         self._reserve(req)
         insort(self._prefills, req, key=lambda other: other.start_order)
         plan.joined.append(req)

@@ -2,46 +2,61 @@
 
 from typing import Protocol
 
+from gewell.cache.prefix_cache import PrefixCache
 from gewell.cache.sequence_pages import ResumePoint
+from gewell.request import CacheAnswer
 from gewell.scheduler.request import RequestState
 
 
 class Prefixes(Protocol):
+    """A request's life here: add_waiting, match and start, retain ..., preempted (back to match) or finished."""
+
+    @property
+    def num_checkpoints(self) -> int: ...
+
     @property
     def num_evictable_pages(self) -> int:
         """Pages that eviction could free now."""
 
-    @property
-    def num_checkpoints(self) -> int: ...
+    def add_waiting(self, req: RequestState) -> None: ...
 
     def warm_tokens(self, req: RequestState) -> int:
         """Leading tokens of the request that would be served now. Changes nothing."""
 
     def match(self, req: RequestState) -> ResumePoint | None:
-        """Where the request may start; its position is below the number of its tokens."""
+        """Where the request may start; its position is below the number of its tokens. Changes nothing."""
 
-    def keep_positions(self, req: RequestState, start: int) -> list[int]:
-        """Ascending positions after `start` where the request's prefill should leave a checkpoint."""
+    def start(self, req: RequestState, position: int) -> list[int]:
+        """The request runs from `position` on. Returns the ascending positions where it should leave checkpoints."""
+
+    def want(self, req: RequestState, position: int) -> bool:
+        """A running request should leave one more checkpoint, for a sibling. False: it may not."""
 
     def retain(self, req: RequestState, position: int) -> None:
         """The request has computed everything before `position` and holds the window before it: keep it for others."""
 
+    def preempted(self, req: RequestState) -> None:
+        """The request is about to give its pages back and will wait again."""
+
+    def finished(self, req: RequestState, *, is_sound: bool, is_completed: bool) -> None:
+        """The request is about to give its pages back for good, if it has any. Sets `req.answer`.
+
+        is_sound       False: what it computed must not be served to others
+        is_completed   it came to its end by itself, so its history may go on from there
+        """
+
     def evict(self, num_pages: int) -> int:
         """Free up to that many pages, the least valuable first; returns how many became free."""
-
-    def finished(self, req: RequestState, *, is_sound: bool) -> None:
-        """The request is about to give its pages back. Not sound: what it computed must not be served to others."""
-
-    def add_waiting(self, req: RequestState) -> None: ...
-
-    def drop_waiting(self, req: RequestState) -> None: ...
 
 
 class NoPrefixes:
     """Retains nothing."""
 
-    num_evictable_pages = 0
     num_checkpoints = 0
+    num_evictable_pages = 0
+
+    def add_waiting(self, req: RequestState) -> None:
+        pass
 
     def warm_tokens(self, req: RequestState) -> int:
         return 0
@@ -49,20 +64,67 @@ class NoPrefixes:
     def match(self, req: RequestState) -> ResumePoint | None:
         return None
 
-    def keep_positions(self, req: RequestState, start: int) -> list[int]:
+    def start(self, req: RequestState, position: int) -> list[int]:
         return []
+
+    def want(self, req: RequestState, position: int) -> bool:
+        return False
 
     def retain(self, req: RequestState, position: int) -> None:
         pass
 
+    def preempted(self, req: RequestState) -> None:
+        pass
+
+    def finished(self, req: RequestState, *, is_sound: bool, is_completed: bool) -> None:
+        req.answer = CacheAnswer(cached_tokens=0)
+
     def evict(self, num_pages: int) -> int:
         return 0
 
-    def finished(self, req: RequestState, *, is_sound: bool) -> None:
-        pass
+
+class CachedPrefixes:
+    """`PrefixCache`, asked about requests in the scheduler's terms."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self.cache.index)
+
+    @property
+    def num_evictable_pages(self) -> int:
+        return self.cache.num_evictable_pages
 
     def add_waiting(self, req: RequestState) -> None:
-        pass
+        self.cache.add_waiting(req.request)
 
-    def drop_waiting(self, req: RequestState) -> None:
-        pass
+    def warm_tokens(self, req: RequestState) -> int:
+        return self.cache.peek(req.request_id)
+
+    def match(self, req: RequestState) -> ResumePoint | None:
+        return self.cache.match(req.request_id).point
+
+    def start(self, req: RequestState, position: int) -> list[int]:
+        return list(self.cache.start(req.request_id, position))
+
+    def want(self, req: RequestState, position: int) -> bool:
+        return False
+
+    def retain(self, req: RequestState, position: int) -> None:
+        assert req.pages is not None
+        self.cache.retain(req.request_id, req.pages, position)
+
+    def preempted(self, req: RequestState) -> None:
+        assert req.pages is not None
+        self.cache.preempted(req.request_id, req.pages, req.tokens)
+
+    def finished(self, req: RequestState, *, is_sound: bool, is_completed: bool) -> None:
+        if not is_sound:
+            self.cache.forget_taken(req.request_id)
+        ids = req.tokens[: req.num_prompt_tokens + req.num_output_tokens]
+        req.answer = self.cache.finished(req.request_id, req.pages, ids, completed=is_completed)
+
+    def evict(self, num_pages: int) -> int:
+        return self.cache.evict(num_pages)

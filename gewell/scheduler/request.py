@@ -45,7 +45,7 @@ class RequestState:
     image_runs: tuple[tuple[int, int], ...] = ()  # [start, end): never cut by a chunk
 
     keep_positions: list[int] = field(default_factory=list)  # ascending: checkpoints still to be taken
-    num_pending_keeps: int = 0  # taken by a step in flight: its window must not be trimmed yet
+    pending_keeps: list[int] = field(default_factory=list)  # in a step under way: their windows must not be trimmed
     followers: list[tuple[int, "RequestState"]] = field(default_factory=list)  # (shared length, sibling that waits)
     leader: "RequestState | None" = None
 
