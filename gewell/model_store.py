@@ -1,7 +1,8 @@
 """Where model folders live on this machine. No torch.
 
-A model is a folder with a `config.json` below the models directory, named after the model; a folder is moved there in
-one step when it is whole, so whatever has a name there is usable. Names that start with a dot are work in progress.
+A model is a folder below the models directory, named after the model, with a `config.json` (or only a `tokenizer.json`,
+when it is a tokenizer). A folder is moved there in one step when it is whole, so whatever has a name there is usable.
+Names that start with a dot are work in progress.
 """
 
 import os
@@ -24,16 +25,17 @@ def downloads_dir() -> Path:
 
 
 def model_path(name: str) -> Path:
-    """Folder of a model: a path to a folder with a `config.json`, or the name of a stored model.
+    """Folder of a model: a path to one, or the name of a stored model.
 
     Raises CheckpointError when there is none.
     """
     for folder in (Path(name).expanduser(), models_dir() / name):
-        if (folder / "config.json").is_file():
+        if _is_model(folder):
             return folder
     stored = ", ".join(list_models()) or "none"
     raise CheckpointError(
-        f"model {name!r}: neither a folder with a config.json nor stored in {models_dir()} (stored: {stored})"
+        f"model {name!r}: neither a folder with a config.json or tokenizer.json nor stored in {models_dir()} "
+        f"(stored: {stored})"
     )
 
 
@@ -42,9 +44,11 @@ def list_models() -> list[str]:
     folder = models_dir()
     if not folder.is_dir():
         return []
-    return sorted(
-        entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and (entry / "config.json").is_file()
-    )
+    return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and _is_model(entry))
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / "tokenizer.json").is_file()
 
 
 def _xdg(variable: str, default: str) -> Path:

@@ -28,7 +28,9 @@ class TermsNotAccepted(GewellError):
 
 
 @app.command("get")
-def get(name: str = typer.Argument(help="One of: gemma3-270m, gemma4-tokenizer.")) -> None:
+def get(
+    name: str = typer.Argument(help="gemma3-270m (a model) or gemma4-tokenizer (a tokenizer and template)."),
+) -> None:
     """Download a model and make it ready to run."""
     if name not in _RECIPES:
         raise ConfigError("NAME", name, f"known models are {', '.join(_RECIPES)}")
@@ -62,7 +64,7 @@ def path(name: str = typer.Argument(help="Name of a stored model, or a folder.")
 
 
 def _get_gemma3_270m(downloads: Path, folder: Path) -> None:
-    from gewell.text.vocabulary import tokenizer_from_gguf
+    from gewell.text.vocabulary import tokenizer_from_fields
     from gewell.weights import gemma3_270m as recipe
     from gewell.weights.gguf import GGUFFile
 
@@ -77,14 +79,23 @@ def _get_gemma3_270m(downloads: Path, folder: Path) -> None:
     with _progress("writing weights as bfloat16", recipe.weights_bytes(gguf)) as advance:
         recipe.convert_weights(gguf, folder, advance)
     typer.echo("writing the tokenizer", err=True)
-    tokenizer_from_gguf(gguf_path).save(folder / "tokenizer.json")
+    tokenizer_from_fields(gguf.fields, gguf_path).save(folder / "tokenizer.json")
     for file_name, content in terms.items():
         (folder / file_name).write_bytes(content)
     gguf_path.unlink()
 
 
+def _get_gemma4_tokenizer(downloads: Path, folder: Path) -> None:
+    from gewell.text import gemma4_vocabulary as recipe
+
+    (source,) = _download([recipe.PACKAGE], recipe.VERSION, downloads, source=True)
+    typer.echo("reading the vocabulary", err=True)
+    recipe.extract(source, folder)
+
+
 _RECIPES: dict[str, Callable[[Path, Path], None]] = {
     "gemma3-270m": _get_gemma3_270m,
+    "gemma4-tokenizer": _get_gemma4_tokenizer,
 }
 
 

@@ -24,8 +24,13 @@ def tokenizer_from_gguf(path: Path) -> HFTokenizer:
 
     try:
         fields = GGUFReader(path).fields
-    except (OSError, ValueError, IndexError) as e:
+    except (OSError, ValueError, IndexError, KeyError) as e:
         raise CheckpointError(f"{path}: not a readable GGUF file: {e}") from e
+    return tokenizer_from_fields(fields, path)
+
+
+def tokenizer_from_fields(fields: Any, path: Path) -> HFTokenizer:
+    """As `tokenizer_from_gguf`, for the metadata of an open file (the library takes seconds to read it)."""
     model = _scalar(fields, "tokenizer.ggml.model")
     if model not in ("llama", "gemma4"):
         raise CheckpointError(f"{path}: tokenizer.ggml.model is {model!r}; known are 'llama' (Gemma 3) and 'gemma4'")

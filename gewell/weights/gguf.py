@@ -40,6 +40,11 @@ class GGUFFile:
             raise CheckpointError(f"{path}: not a readable GGUF file: {e}") from e
         self.path = path
 
+    @property
+    def fields(self) -> Any:
+        """The metadata as the `gguf` library holds it."""
+        return self._reader.fields
+
     def field(self, name: str) -> Any:
         """A value of the metadata, as a Python object."""
         if name not in self._reader.fields:
