@@ -178,7 +178,7 @@ def load_turning(rows, offs_n, valid, positions, pages_ptr, rotary_ptr, w_a, w_b
                  NUM_LIVE: tl.constexpr, HEAD_DIM: tl.constexpr, V_ONLY: tl.constexpr):  # fmt: skip
     """The turning dims of a tile: values [BLOCK_N, NUM_LIVE] twice, and their rotated keys likewise.
 
-    V_ONLY: keys: (a, b) = (v_a w_a, v_b w_b) turned to (a cos - b sin, b cos + a sin), rounded once. Else they are read.
+    V_ONLY: (a, b) = (v_a w_a, v_b w_b) turned to (a cos - b sin, b cos + a sin), rounded once. Else read.
     """
     offs_i = tl.arange(0, NUM_LIVE)
     ptrs = pages_ptr + rows[:, None] + offs_i[None, :]

@@ -59,7 +59,7 @@ def _prefill_plain_kernel(
     BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out = softmax(q k^T + mask) v; softmax in float32, weights rounded to q's dtype; 0 for a query that sees no key."""
+    """out = softmax(q k^T + mask) v; softmax in float32, weights rounded to q's dtype; no key seen: 0."""
     LOG2E: tl.constexpr = 1.4426950408889634
     BLOCK_TOKENS: tl.constexpr = BLOCK_M // BLOCK_G
     head = tl.program_id(1)

@@ -169,7 +169,7 @@ def _decode(
         _decode_plain_kernel[(num_programs,)](q, pages, *places, out, part_acc, part_stat, *sizes, **common)
     else:
         v_only = layer.layout is KVLayout.V_ONLY
-        rotary = rotary_table(layer, q.device, batch.max_kv_len) if v_only else None
+        rotary = rotary_table(layer, q.device, batch.max_kv_len, pages.dtype) if v_only else None
         _decode_shared_kernel[(num_programs,)](
             q, pages, *places, k_weight, rotary, out, part_acc, part_stat, *sizes,
             NUM_LIVE=layer.num_live_pairs, V_ONLY=v_only, **common,
@@ -227,7 +227,7 @@ def _prefill(
         _prefill_plain_kernel[grid](q, k_new, v_new, pages, *places, out, *sizes, HAS_NEW=k_new is not None, **common)
     else:
         v_only = layer.layout is KVLayout.V_ONLY
-        rotary = rotary_table(layer, q.device, batch.max_kv_len) if v_only else None
+        rotary = rotary_table(layer, q.device, batch.max_kv_len, pages.dtype) if v_only else None
         _prefill_shared_kernel[grid](
             q, pages, *places, k_weight, rotary, out, *sizes,
             NUM_LIVE=layer.num_live_pairs, V_ONLY=v_only,

@@ -15,15 +15,16 @@ def inv_freq_tensor(layer: LayerKV, device: torch.device) -> Tensor:
     return _inv_freq(layer.rope_theta, layer.rope_factor, layer.head_dim, layer.num_live_pairs, device)
 
 
-def rotary_table(layer: LayerKV, device: torch.device, num_positions: int) -> Tensor:
-    """[>= num_positions, 2 * num_live_pairs] float16: cosines of all live pairs, then sines.
+def rotary_table(layer: LayerKV, device: torch.device, num_positions: int, kv_dtype: torch.dtype) -> Tensor:
+    """[>= num_positions, 2 * num_live_pairs]: cosines of all live pairs, then sines, of float32(pos) * inv_freq.
 
-    The angle is float32(pos) * inv_freq. float16 keeps 11 bits of a value in [-1, 1], bf16 keys keep 8. On a GPU a row
+    float16 keeps 11 bits of a value in [-1, 1], bf16 keys keep 8; only float32 keys get a float32 table. On a GPU a row
     per position of the longest context is made at once: 64 MiB for 64 pairs.
     """
     floor = _MIN_POSITIONS if device.type == "cuda" else 16
     num_rows = max(floor, 1 << (num_positions - 1).bit_length())
-    return _table(layer.rope_theta, layer.rope_factor, layer.head_dim, layer.num_live_pairs, device, num_rows)
+    dtype = torch.float32 if kv_dtype == torch.float32 else torch.float16
+    return _table(layer.rope_theta, layer.rope_factor, layer.head_dim, layer.num_live_pairs, device, num_rows, dtype)
 
 
 @cache
@@ -34,8 +35,14 @@ def _inv_freq(theta: float, factor: float, head_dim: int, num_live_pairs: int, d
 
 @cache
 def _table(
-    theta: float, factor: float, head_dim: int, num_live_pairs: int, device: torch.device, num_rows: int
+    theta: float,
+    factor: float,
+    head_dim: int,
+    num_live_pairs: int,
+    device: torch.device,
+    num_rows: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     inv_freq = _inv_freq(theta, factor, head_dim, num_live_pairs, device)
     angle = torch.arange(num_rows, dtype=torch.float32, device=device)[:, None] * inv_freq
-    return torch.cat((angle.cos(), angle.sin()), dim=-1).to(torch.float16)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1).to(dtype)

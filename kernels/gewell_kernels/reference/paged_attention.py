@@ -41,7 +41,8 @@ def paged_attention(
             continue
         keys = torch.arange(int(seen_start.min()), int(seen_end.max()), device=q.device)
         visible = (keys >= seen_start[:, None]) & (keys < seen_end[:, None])
-        num_old = keys.numel() if k_new is None else int((keys < positions[0]).sum())
+        all_paged = k_new is None or seq < batch.num_decode_seqs
+        num_old = keys.numel() if all_paged else int((keys < positions[0]).sum())
         new_rows = first + keys[num_old:] - positions[0]
         for head in range(layer.num_kv_heads):
             k, v = _stored(pages, layer, batch, seq, head, keys[:num_old], k_weight, order)
