@@ -46,6 +46,7 @@ from gewell_producers.connection import (
     acknowledged_ids,
     as_text,
     cancel_entry,
+    check_url,
     connection_options,
     oldest_cancel_id,
     refused,
@@ -176,7 +177,7 @@ class AsyncClient:
     def __init__(
         self, url: str | None = None, *, namespace: str | None = None, patience: Patience | None = None
     ) -> None:
-        self.url = default_url() if url is None else url
+        self.url = check_url(default_url() if url is None else url)
         self.keys = Keys(default_namespace() if namespace is None else namespace)
         self.patience = patience or Patience()
         pool: Any = redis.asyncio.BlockingConnectionPool.from_url(

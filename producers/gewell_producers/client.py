@@ -41,6 +41,7 @@ from gewell_producers.connection import (
     acknowledged_ids,
     as_text,
     cancel_entry,
+    check_url,
     connection_options,
     oldest_cancel_id,
     refused,
@@ -63,7 +64,7 @@ class Client:
     def __init__(
         self, url: str | None = None, *, namespace: str | None = None, patience: Patience | None = None
     ) -> None:
-        self.url = default_url() if url is None else url
+        self.url = check_url(default_url() if url is None else url)
         self.keys = Keys(default_namespace() if namespace is None else namespace)
         self.patience = patience or Patience()
         self._redis = redis.Redis.from_url(self.url, **connection_options(Retry))

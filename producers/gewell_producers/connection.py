@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from gewell.errors import InvalidRequest, NoWorker, QueueError
+from gewell.errors import ConfigError, InvalidRequest, NoWorker, QueueError
 from gewell.protocol import CANCEL_STREAM_TTL_S, CancelKind, ErrorCode, check_id
 from gewell_producers.errors import Unreachable
 
@@ -51,6 +51,12 @@ def shown_url(url: str) -> str:
     parts = urlsplit(url)
     place = parts.path if parts.hostname is None else f"{parts.hostname}:{parts.port or 6379}{parts.path}"
     return f"{parts.scheme}://{place}"
+
+
+def check_url(url: str) -> str:
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError("redis", shown_url(url), "expected redis://, rediss:// or unix://")
+    return url
 
 
 def connection_options(retry: type[Retry] | type[AsyncRetry]) -> dict[str, Any]:

@@ -108,6 +108,7 @@ class FakeWorker:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.num_duplicates = 0
+        self._taken: list[FakeJob] = []
         self.failure: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -139,9 +140,9 @@ class FakeWorker:
         """The next job of any lane, not yet claimed."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            jobs = self._read(1, 50)
-            if jobs:
-                return jobs[0]
+            self._taken += self._read(1, 50)  # one of each lane
+            if self._taken:
+                return self._taken.pop(0)
         raise TimeoutError("no job came")
 
     def serve(self) -> None:

@@ -8,7 +8,7 @@ import orjson
 import typer
 
 from gewell.errors import InvalidRequest, JobFailed
-from gewell.protocol import Channel, Chunk, FinalRecord, Lane, State
+from gewell.protocol import Channel, Chunk, EntryId, FinalRecord, Lane, State
 from gewell_producers.cli.options import AsJson, Namespace, Redis, connect, parse_pairs
 from gewell_producers.client import Client, Stream
 from gewell_producers.job import Job, new_job_id
@@ -90,7 +90,7 @@ def follow(
     ns: Namespace = None,
 ) -> None:
     """Show a job's whole stream from its start, and go on until it ends."""
-    with connect(redis, ns) as client, client.follow(job_id, after=after) as stream:
+    with connect(redis, ns) as client, client.follow(job_id, after=_entry(after)) as stream:
         record = _show(stream, as_json)
     _raise_unless_done(record)
 
@@ -187,6 +187,15 @@ def _numbers(record: FinalRecord) -> str:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _entry(text: str | None) -> EntryId | None:
+    try:
+        return None if text is None else EntryId.parse(text)
+    except ValueError as error:
+        raise InvalidRequest(
+            "invalid_request", f"--after {text!r}: expected an entry as --json prints it, such as 1-7"
+        ) from error
 
 
 def _read_body(body: str | None, file: Path | None) -> dict[str, Any]:

@@ -1,0 +1,5 @@
+"""`python -m gewell` is the `gewell` command."""
+
+from gewell.cli.main import main
+
+main()

@@ -1,0 +1,170 @@
+"""The commands of producers as a shell sees them: what goes to which stream, the exit code, what survives a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from gewell.cli.main import run
+from gewell.protocol import Channel, State, ToolDelta
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture(autouse=True)
+def environment(server, ns, monkeypatch):
+    monkeypatch.setenv("GEWELL_REDIS", server.url)
+    monkeypatch.setenv("GEWELL_NAMESPACE", ns)
+
+
+def test_run_streams_the_answer(worker, capsys):
+    worker.serve()
+    assert run(["run", "say it backwards", "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "backwards it say\n"
+    assert "answer 16 tokens" in captured.err
+
+
+def test_run_prints_before_the_job_has_ended(worker):
+    process = subprocess.Popen([sys.executable, "-m", "gewell", "run", "hello"], stdout=subprocess.PIPE)
+    job = worker.take(10).claim()
+    job.chunk("first words")
+    assert os.read(process.stdout.fileno(), 100) == b"first words"
+    job.finish()
+    assert process.wait(5) == 0
+    process.stdout.close()
+
+
+def test_run_without_a_worker_says_gewell_up_and_enqueues_nothing(raw, ns, capsys):
+    assert run(["run", "hello"]) == 2
+    assert "start one with `gewell up`" in capsys.readouterr().err
+    assert list(raw.scan_iter(f"{ns}:*")) == []
+
+
+def test_interrupted_run_cancels_its_job(worker, raw, keys):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gewell", "run", "hello"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    job = worker.take(10)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert b"cancelled" in process.communicate(timeout=5)[1]
+    assert process.returncode == 130
+    assert [fields for _, fields in raw.xrange(keys.cancel)] == [{b"id": job.id.encode()}]
+
+
+def test_submit_takes_a_body_from_argument_file_and_standard_input(worker, raw, keys, tmp_path, capsys, monkeypatch):
+    body = {"kind": "completion", "request": {"prompt": "a b"}, "metadata": {"row": 1}, "stream": False}
+    file = tmp_path / "body.json"
+    file.write_text(json.dumps(body))
+    assert run(["submit", json.dumps(body), "--id", "one"]) == 0
+    assert run(["submit", "--file", str(file), "--id", "two", "--lane", "low"]) == 0
+    process = subprocess.run(
+        [sys.executable, "-m", "gewell", "submit", "--id", "three"],
+        input=b'{"messages": [{"role": "user", "content": "a b"}], "max_tokens": 5}',
+        check=True,
+        capture_output=True,
+    )
+    assert process.stdout == b"three\n"
+    assert capsys.readouterr().out == "one\ntwo\n"
+    bodies = {job.id: job.body for job in (worker.take(), worker.take(), worker.take())}
+    assert bodies["one"] == bodies["two"] == body
+    assert bodies["three"]["request"]["max_tokens"] == 5
+    assert bodies["three"]["kind"] == "chat"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["submit", "{no"], "the body is not JSON"),
+        (["submit", "[1]"], "the body is a JSON list, not an object"),
+        (["submit", '{"prompt": "x", "temperature": "hot"}'], "request.temperature"),
+        (["submit", '{"prompt": "x"}', "--id", "not usable"], "id: 'not usable'"),
+        (["submit", "--file", "/nowhere/body.json"], "/nowhere/body.json: No such file"),
+        (["submit", "{}", "--file", "x"], "not both"),
+        (["follow", "x", "--after", "yesterday"], "--after 'yesterday'"),
+        (["result", "x", "--no-wait"], "job x has no result yet"),
+        (["cancel"], "exactly one is needed"),
+        (["run", "x", "-o", "nonsense"], "expected name=value"),
+        (["run", "x", "--redis", "ftp://nowhere"], "ftp"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(worker, capsys, arguments, message):
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_follow_shows_everything_and_keeps_the_answer_apart(worker, client, capsys):
+    assert run(["submit", '{"prompt": "x"}', "--id", "f"]) == 0
+    job = worker.take().claim()
+    job.chunk("thinking", channel=Channel.REASONING)
+    job.chunk("", [1], channel=Channel.TOOL, tool=ToolDelta(index=0, id="c", name="add", arguments_delta="{}"))
+    job.chunk("answer")
+    job.finish()
+    capsys.readouterr()
+    assert run(["follow", "f"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "answer\n"
+    assert captured.err == "thinking\nadd {}"
+    assert run(["follow", "f", "--json", "--after", "1-2"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("entry") for line in lines] == ["1-3", "1-4", None]
+    assert lines[-1]["end"]["state"] == "done"
+
+
+def test_killed_follower_and_a_new_one_shows_the_full_stream(worker, capsys):
+    assert run(["submit", '{"prompt": "x"}', "--id", "k"]) == 0
+    job = worker.take().claim()
+    job.chunk("one ")
+    first = subprocess.Popen([sys.executable, "-m", "gewell", "follow", "k"], stdout=subprocess.PIPE)
+    assert os.read(first.stdout.fileno(), 100) == b"one "
+    first.kill()
+    first.wait()
+    first.stdout.close()
+    job.chunk("two ")
+    capsys.readouterr()
+    threading.Timer(0.3, lambda: (job.chunk("three"), job.finish())).start()
+    assert run(["follow", "k"]) == 0
+    assert capsys.readouterr().out == "one two three\n"
+
+
+def test_result_prints_text_json_or_a_summary_and_tells_failure_by_its_exit_code(worker, capsys):
+    assert run(["submit", '{"prompt": "x"}', "--id", "good"]) == 0
+    job = worker.take().claim()
+    job.chunk("fine")
+    job.finish()
+    capsys.readouterr()
+    assert run(["result", "good", "--text"]) == 0
+    assert capsys.readouterr().out == "fine\n"
+    assert run(["result", "good", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "fine"
+    assert run(["result", "good"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "good: done (stop)", "prompt 3 tokens (0 from cache), answer 4 tokens", "", "fine",
+    ]  # fmt: skip
+    assert run(["submit", '{"prompt": "x"}', "--id", "bad"]) == 0
+    worker.take().claim().finish(State.CANCELLED, finish_reason="cancelled")
+    capsys.readouterr()
+    assert run(["result", "bad"]) == 1
+    assert capsys.readouterr().out.startswith("bad: cancelled (cancelled)\n")
+
+
+def test_result_waits_and_gives_up_in_time(worker, capsys):
+    assert run(["submit", '{"prompt": "x"}', "--id", "w"]) == 0
+    assert run(["result", "w", "--timeout", "0.2"]) == 2
+    assert "has not ended in time" in capsys.readouterr().err
+    threading.Timer(0.2, lambda: worker.take().claim().finish(text="late")).start()
+    assert run(["result", "w", "--text"]) == 0
+    assert capsys.readouterr().out == "late\n"
+
+
+def test_submit_without_a_worker_is_accepted_and_says_so(capsys):
+    assert run(["submit", '{"prompt": "x"}']) == 0
+    assert "no worker is running" in capsys.readouterr().err
