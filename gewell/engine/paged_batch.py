@@ -9,7 +9,7 @@ from gewell_kernels.batch import AttentionBatch
 from torch import Tensor
 
 from gewell.cache.geometry import KVGeometry
-from gewell.cache.sequence_pages import HOLE, Appended, SequencePages
+from gewell.cache.sequence_pages import HOLE, NO_SLOT, Appended, SequencePages
 from gewell.model.gemma import ForwardBatch
 
 
@@ -46,6 +46,45 @@ def forward_batch(
         image_rows=image_rows,
         image_embeds=image_embeds,
     )
+
+
+def draft_batch(
+    sequences: Sequence[SequencePages], token_ids: Sequence[int], geometry: KVGeometry, device: torch.device | str
+) -> ForwardBatch:
+    """One row per sequence for a drafter: the newest token, at the position after all cached ones, which it only reads.
+
+    As in the published code, sliding layers read the last `sliding_window + 1` cached tokens: trim with a slack of 2.
+    """
+    positions = torch.tensor([sequence.num_tokens for sequence in sequences], dtype=torch.int32, device=device)
+
+    def batch(tables: list[list[int]], starts: list[int], window: int | None) -> AttentionBatch:
+        return AttentionBatch(
+            cu_seqlens_q=torch.arange(len(sequences) + 1, dtype=torch.int32, device=device),
+            kv_lens=positions + 1,
+            positions=positions,
+            page_table=torch.tensor(_padded(tables), dtype=torch.int32, device=device),
+            table_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            slot_mapping=torch.full((len(sequences),), NO_SLOT, dtype=torch.int64, device=device),
+            visible_end=positions,
+            sliding_window=window,
+            max_q_len=1,
+            max_kv_len=max(sequence.num_tokens for sequence in sequences) + 1,
+            num_decode_seqs=0,  # decode rows would read their own token, which has no slot
+        )
+
+    starts = [sequence.sliding_start for sequence in sequences]
+    sliding = batch([sequence.sliding_pages for sequence in sequences], starts, geometry.sliding_window + 2)
+    full = batch([sequence.full_pages for sequence in sequences], [0] * len(sequences), None)
+    return ForwardBatch(
+        input_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        sliding=sliding if geometry.sliding else None,
+        full=full if geometry.full else None,
+    )
+
+
+def _padded(tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    width = max((len(table) for table in tables), default=0) or 1
+    return [[0 if page == HOLE else page for page in table] + [0] * (width - len(table)) for table in tables]
 
 
 class _Builder:
@@ -98,13 +137,11 @@ class _Builder:
         visible_end: Tensor | None,
         window: int | None,
     ) -> AttentionBatch:
-        width = max(len(table) for table in tables)
-        padded = [[0 if page == HOLE else page for page in table] + [0] * (width - len(table)) for table in tables]
         return AttentionBatch(
             cu_seqlens_q=self._cu_seqlens_q,
             kv_lens=self._kv_lens,
             positions=self._positions,
-            page_table=torch.tensor(padded, dtype=torch.int32, device=self._device),
+            page_table=torch.tensor(_padded(tables), dtype=torch.int32, device=self._device),
             table_start=self._int32(starts),
             slot_mapping=torch.tensor([s for part in slots for s in part], dtype=torch.int64, device=self._device),
             visible_end=visible_end,

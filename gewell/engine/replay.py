@@ -1,7 +1,7 @@
 """Feeds known token sequences through a model over real pages, in any cut and any company."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ class Track:
     image_runs: Sequence[tuple[int, int]] = ()
     image_embeds: Tensor | None = None
     are_images_bidirectional: bool = False
-    position: int = field(default=0)
+    position: int = 0
+    last_hidden: Tensor | None = None  # of the token before `position`, where somebody wants it
 
     @property
     def num_left(self) -> int:
@@ -93,7 +94,8 @@ class Replay:
         rows, image_rows, embeds, num_tokens = [], [], [], 0
         for piece in ordered:
             track, count = piece.track, piece.num_tokens
-            appended = track.sequence.append(count)
+            end = track.sequence.num_tokens + count
+            appended = track.sequence.append(count, keep_positions=(end,) if slack_tokens else ())
             if appended is None:
                 raise RuntimeError(f"{self.pool.num_free_pages} free pages do not hold {count} more tokens")
             self.store.poison_freed(self.pool.drain_freed())

@@ -6,48 +6,25 @@ layout that `gewell.engine.golden` describes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from gewell_kernels.layout import KVLayout
 from torch import Tensor
 
-from gewell.config import ModelConfig
+from gewell.config import Family, ModelConfig
+from gewell.engine.findings import Finding, Verification
 from gewell.engine.golden import Case, GoldenFolder
 from gewell.engine.replay import Replay, Schedule, Track, in_mixed_pieces, in_pieces
 from gewell.engine.states import compare_states
+from gewell.engine.verify_drafter import drafter_findings
+from gewell.errors import CheckpointError
 from gewell.model.gemma import GemmaModel
 from gewell.model.kv_plan import plan_kv
-from gewell.weights.checkpoint import load_model
+from gewell.weights.checkpoint import load_drafter, load_model
 
 _LOGIT_ROWS = 64  # a large vocabulary is compared in blocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One comparison: `what` of a case, computed in this way. `difference` is the largest; ids count wrong ones."""
-
-    case: str
-    way: str
-    layout: str
-    what: str
-    difference: float
-    tolerance: float
-
-    @property
-    def is_ok(self) -> bool:
-        return self.difference <= self.tolerance
-
-
-@dataclass(slots=True, kw_only=True)
-class Verification:
-    folder: str
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def is_ok(self) -> bool:
-        return bool(self.findings) and all(finding.is_ok for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +50,43 @@ def ways(sliding_window: int) -> list[Way]:
 
 
 def verify(
-    folder: Path, *, model_dir: Path | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: Path,
+    *,
+    model_dir: Path | None = None,
+    target_dir: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Verification:
-    """Run all cases of a folder. model_dir: where the checkpoint lies, when not beside the golden outputs.
+    """Run all cases of a folder.
 
+    model_dir    where the checkpoint lies, when not beside the golden outputs
+    target_dir   a drafter's target; default: the folder beside this one that `golden.json` names
     Raises CheckpointError or ConfigError when the folder cannot be used at all.
     """
     golden = GoldenFolder.read(folder)
-    model = load_model(model_dir or folder, dtype=dtype, device=device)
+    model_dir = model_dir or folder
     verification = Verification(folder=str(folder))
     with torch.inference_mode():
+        if ModelConfig.from_dir(model_dir).family is Family.GEMMA4_DRAFTER:
+            target = load_model(target_dir or _named_target(golden), dtype=dtype, device=device)
+            drafter = load_drafter(model_dir, target)
+            for layout in _layouts(target.config):
+                target.use_kv_plan(plan_kv(target.config, dtype_bytes=dtype.itemsize, full_layout=layout))
+                drafter.use_target_plan()
+                verification.findings += drafter_findings(drafter, golden.cases, layout)
+            return verification
+        model = load_model(model_dir, dtype=dtype, device=device)
         for layout in _layouts(model.config):
             model.use_kv_plan(plan_kv(model.config, dtype_bytes=dtype.itemsize, full_layout=layout))
             verification.findings += _run_layout(model, golden.cases, layout)
     return verification
+
+
+def _named_target(golden: GoldenFolder) -> Path:
+    name = golden.about.get("target")
+    if not isinstance(name, str) or not (golden.path.parent / name).is_dir():
+        raise CheckpointError(f"{golden.path} needs its target: golden.json names {name!r}, which is not beside it")
+    return golden.path.parent / name
 
 
 def _layouts(config: ModelConfig) -> Sequence[KVLayout]:

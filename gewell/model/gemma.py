@@ -202,6 +202,7 @@ class Layer:
         self.per_layer_input: PerLayerInput | None = None
         if config.per_layer_input is not None:
             self.per_layer_input = PerLayerInput(config.per_layer_input.size, config.hidden_size, place)
+        self.has_scalar = config.has_layer_scalar
         self.stored_scalar = torch.ones(1, dtype=torch.float32)
         self.scalar = 1.0  # read from stored_scalar once: a number on the host costs the device nothing
 
@@ -266,7 +267,7 @@ class GemmaModel:
                 layer.attention.k_norm = self.layers[layer.kv_layer_idx].attention.k_norm
         self.final_norm = place.norm_weight(config.hidden_size)
         self.layer_inputs = LayerInputs(config, place) if config.per_layer_input is not None else None
-        # Placeholder ids (image, video, audio) have rows of the table for the output head; as input they read as padding.
+        # Image, video and audio ids have rows in the table for the output head; as input they read as padding.
         self.input_rows: Tensor | None = None
         placeholders = [i for i in config.tokens.placeholders if i < config.vocab_size]
         if placeholders:
@@ -406,13 +407,14 @@ def _weight_slots(model: GemmaModel) -> Iterator[tuple[str, WeightSlot]]:
         yield "per_layer_projection_norm.weight", WeightSlot(model.layer_inputs.norm)
     for layer in model.layers:
         prefix = f"layers.{layer.layer_idx}."
-        for name, slot in _layer_slots(layer, add):
+        for name, slot in layer_slots(layer, add):
             yield prefix + name, slot
-        if model.config.has_layer_scalar:
-            yield f"{prefix}layer_scalar", WeightSlot(layer.stored_scalar)
 
 
-def _layer_slots(layer: Layer, add: float) -> Iterator[tuple[str, WeightSlot]]:
+def layer_slots(layer: Layer, add: float) -> Iterator[tuple[str, WeightSlot]]:
+    """One layer's tensors by their names inside the layer."""
+    if layer.has_scalar:
+        yield "layer_scalar", WeightSlot(layer.stored_scalar)
     yield "input_layernorm.weight", WeightSlot(layer.input_norm, add)
     yield "post_attention_layernorm.weight", WeightSlot(layer.post_attention_norm, add)
     yield "pre_feedforward_layernorm.weight", WeightSlot(layer.pre_feedforward_norm, add)

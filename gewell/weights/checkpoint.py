@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gewell.config import Family, ModelConfig
 from gewell.errors import CheckpointError
+from gewell.model.drafter import Drafter
 from gewell.model.gemma import GemmaModel, WeightSlot
 from gewell.model.kv_plan import plan_kv
 
@@ -257,6 +258,24 @@ def load_model(
     if report:
         report(loaded)
     return model
+
+
+def load_drafter(model_dir: Path, target: GemmaModel, *, progress: Progress | None = None) -> Drafter:
+    """A drafter for this target, in its type and on its device. Raises CheckpointError or ConfigError."""
+    config = ModelConfig.from_dir(model_dir)
+    if config.family is not Family.GEMMA4_DRAFTER:
+        raise CheckpointError(f"{model_dir} is no drafter: its model_type belongs to {config.family}")
+    checkpoint = Checkpoint.open(model_dir)
+    drafter = Drafter(config, target, dtype=target.dtype, device=target.device)
+    fill(
+        checkpoint,
+        drafter.weight_slots(),
+        prefixes=("",),
+        is_ignored=lambda stored: stored == "lm_head.weight",
+        progress=progress,
+    )
+    drafter.finish_loading()
+    return drafter
 
 
 def _is_elsewhere(stored: str, config: ModelConfig) -> bool:
