@@ -1,5 +1,7 @@
 """Arguments that arrive as strings, with quotes left in or null as "null", break the caller's tool."""
 
+import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -111,11 +113,7 @@ def written(value: Any) -> str:
         return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(written, value)) + "]"
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else str(value)
-    )
+    return json.dumps(value)
 
 
 @given(st.dictionaries(st.from_regex("[a-z_]{1,6}", fullmatch=True), json_values, max_size=4))
@@ -123,9 +121,7 @@ def test_what_was_written_is_read_back(value: dict[str, Any]) -> None:
     assert arguments(written(value)) == value
 
 
-@given(st.text(alphabet=st.sampled_from(list('{}[]:,"ab1 \\') + [Q, "call:f{"]), max_size=40))
-def test_garbage_raises_only_our_error(text: str) -> None:
-    try:
-        parse_tool_calls(text)
-    except ToolCallError:
-        pass
+@given(st.lists(st.sampled_from(["call:f{", "{", "}", "[", "]", ":", ",", '"', "\\", "a", "1", " ", Q]), max_size=30))
+def test_garbage_raises_only_our_error(parts: list[str]) -> None:
+    with contextlib.suppress(ToolCallError):
+        parse_tool_calls("call:f{" + "".join(parts))
