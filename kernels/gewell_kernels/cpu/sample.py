@@ -79,7 +79,10 @@ def sample(
         return drawn
     filters = list(zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True))
     all_keys = list(zip(seeds.tolist(), positions.tolist(), strict=True))
-    hot = [i for i, heat in enumerate(heats) if heat > 0.0]
+    has_nan = maxima.amax(dim=1).isnan().tolist()  # such a row's token means nothing; its caller looks at the logit
+    hot = [i for i, heat in enumerate(heats) if heat > 0.0 and not has_nan[i]]
+    if not hot:
+        return drawn
     rows = [_Row(blocks[i], maxima[i]) for i in hot]
     floors = [_floor(row, heats[i], *filters[i]) for row, i in zip(rows, hot, strict=True)]
     heads = [
@@ -110,8 +113,6 @@ def _first_argmax(blocks: Tensor, maxima: Tensor) -> Tensor:
 def _floor(row: _Row, heat: float, top_k: int, top_p: float, min_p: float) -> float:
     """The smallest logit that may be drawn; -inf without filters."""
     largest = float(row.maxima.max())
-    if math.isnan(largest):
-        return -math.inf
     floor = -math.inf
     if 0 < top_k < row.blocks.numel():
         floor = row.kth_largest(top_k)

@@ -1,0 +1,171 @@
+"""From logits to tokens: bans, bias, penalties, the draw, log-probabilities. One object per runner, state per row.
+
+State of ordinary rows is four numbers and a seed. What costs more (token counts, biases, bans) exists only for rows
+that ask for it. What depends on earlier tokens lives on the device, for the host may not know the newest one yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gewell_kernels import ops
+from torch import Tensor
+
+from gewell.request import TokenLogprobs
+from gewell.sampling import SamplingParams
+from gewell.scheduler.request import RequestState
+
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(slots=True)
+class _Special:
+    """Row state beyond the ordinary. Tensors live on the logits' device."""
+
+    bias_ids: Tensor | None = None  # [n] int64
+    bias: Tensor | None = None  # [n] float32
+    stop_ids: Tensor | None = None  # banned before min_tokens
+    counts: Tensor | None = None  # [vocab] int32: generated tokens
+    is_seen: Tensor | None = None  # [vocab] bool: prompt and generated, for the repetition penalty
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Device tensors of one step: copy them to the host together.
+
+    token_ids   [rows] int64
+    is_sound    [rows] bool: the chosen logit is a finite number
+    logprobs    rows that asked: their index, and (chosen, top values, top ids) on the device
+    """
+
+    token_ids: Tensor
+    is_sound: Tensor
+    logprobs: list[tuple[int, Tensor, Tensor, Tensor]]
+
+    def logprobs_on_host(self, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+        return {
+            i: TokenLogprobs(
+                token_id=token_ids[i],
+                logprob=_finite(float(chosen)),
+                top=tuple(zip(ids.tolist(), map(_finite, values.tolist()), strict=True)),
+            )
+            for i, chosen, values, ids in self.logprobs
+        }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB) if logprob == logprob else MIN_LOGPROB
+
+
+class Sampler:
+    """Draws one token for each sampling row of a step.
+
+    suppressed_ids   never drawn in any row
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, suppressed_ids: Sequence[int] = ()
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._suppressed = torch.tensor(suppressed_ids, dtype=torch.int64, device=device) if suppressed_ids else None
+        self._floats = np.zeros((3, max_num_seqs), dtype=np.float32)  # temperature, top_p, min_p
+        self._ints = np.zeros((2, max_num_seqs), dtype=np.int64)  # top_k, seed
+        self._specials: dict[int, _Special] = {}
+        self._num_logprobs: dict[int, int] = {}
+
+    def join(self, req: RequestState) -> None:
+        """The request has its row from now on. Its known tokens are those of `req.tokens`."""
+        row, params = req.row_idx, req.request.sampling
+        self._floats[:, row] = params.temperature, params.top_p, params.min_p
+        self._ints[:, row] = params.top_k, params.seed
+        self._specials.pop(row, None)
+        self._num_logprobs.pop(row, None)
+        if _is_special(params):
+            self._specials[row] = self._special(req)
+        if params.logprobs is not None:
+            self._num_logprobs[row] = params.logprobs
+
+    def _special(self, req: RequestState) -> _Special:
+        params, special = req.request.sampling, _Special()
+        if params.logit_bias:
+            special.bias_ids = self._ids(list(params.logit_bias))
+            special.bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self._device)
+        if params.min_tokens and req.stop_ids:
+            special.stop_ids = self._ids(sorted(req.stop_ids))
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            generated = self._ids(req.tokens[req.num_prompt_tokens :].tolist())
+            special.counts = torch.bincount(generated, minlength=self._vocab_size).to(torch.int32)
+            special.is_seen = special.counts > 0
+            special.is_seen[self._ids(req.tokens[: req.num_prompt_tokens].tolist())] = True
+        return special
+
+    def _ids(self, ids: list[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+
+    def draw(self, logits: Tensor, rows: Sequence[RequestState], positions: Sequence[int]) -> Drawn:
+        """Draw the token at `positions[i]` of each row. logits [rows, vocab] float32, changed in place."""
+        row_idx = np.array([req.row_idx for req in rows], dtype=np.int64)
+        logprobs = self._logprob_rows(logits, row_idx)
+        if self._suppressed is not None:
+            logits.index_fill_(1, self._suppressed, -torch.inf)
+        if self._specials:
+            for i, req in enumerate(rows):
+                special = self._specials.get(req.row_idx)
+                if special is not None:
+                    _reshape(logits[i], special, req.request.sampling, positions[i] - req.num_prompt_tokens)
+        temperature, top_p, min_p = torch.from_numpy(self._floats[:, row_idx]).to(self._device)
+        top_k, seeds = torch.from_numpy(self._ints[:, row_idx]).to(self._device)
+        at = torch.tensor(positions, dtype=torch.int64, device=self._device)
+        token_ids = ops.sample(logits, temperature, top_k.to(torch.int32), top_p, min_p, seeds, at)
+        chosen = token_ids.unsqueeze(1)
+        is_sound = logits.gather(1, chosen).squeeze(1).isfinite()
+        if self._specials:
+            self._count(rows, token_ids)
+        return Drawn(token_ids, is_sound, [(i, raw[token_ids[i]], *top) for i, raw, top in logprobs])
+
+    def _logprob_rows(self, logits: Tensor, row_idx: "np.ndarray") -> list[tuple[int, Tensor, tuple[Tensor, Tensor]]]:
+        """Of rows that asked: the model's own log-probabilities, before anything the job does to the logits."""
+        if not self._num_logprobs:
+            return []
+        asked = [(i, self._num_logprobs[row]) for i, row in enumerate(row_idx.tolist()) if row in self._num_logprobs]
+        found = []
+        for i, num in asked:
+            raw = torch.log_softmax(logits[i], dim=0)
+            values, ids = torch.topk(raw, num)
+            found.append((i, raw, (values, ids)))
+        return found
+
+    def _count(self, rows: Sequence[RequestState], token_ids: Tensor) -> None:
+        for i, req in enumerate(rows):
+            special = self._specials.get(req.row_idx)
+            if special is not None and special.counts is not None and special.is_seen is not None:
+                special.counts[token_ids[i]] += 1
+                special.is_seen[token_ids[i]] = True
+
+
+def _is_special(params: SamplingParams) -> bool:
+    return bool(
+        params.logit_bias
+        or params.min_tokens
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+    )
+
+
+def _reshape(logits: Tensor, special: _Special, params: SamplingParams, num_output_tokens: int) -> None:
+    """Penalties (OpenAI's two, and that of Keskar et al. 2019), then bias, then bans, on one row in place."""
+    if special.counts is not None and special.is_seen is not None:
+        if params.repetition_penalty != 1.0:
+            scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            torch.where(special.is_seen, scaled, logits, out=logits)
+        if params.frequency_penalty:
+            logits.sub_(special.counts * params.frequency_penalty)
+        if params.presence_penalty:
+            logits.sub_((special.counts > 0) * params.presence_penalty)
+    if special.bias_ids is not None and special.bias is not None:
+        logits.index_add_(0, special.bias_ids, special.bias)
+    if special.stop_ids is not None and num_output_tokens < params.min_tokens:
+        logits.index_fill_(0, special.stop_ids, -torch.inf)
