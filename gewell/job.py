@@ -7,16 +7,18 @@ or with `strict` an error. A known field whose neglect would change the meaning 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import orjson
 
 from gewell.errors import InvalidRequest
 from gewell.protocol import MAX_BODY_BYTES, MAX_METADATA_BYTES, RESULT_TTL_MAX_S, ErrorCode, check_id
 from gewell.sampling import SamplingParams
+
+T = TypeVar("T")
 
 UNBOUNDED_TOKENS = 2**31 - 1  # `max_tokens` not given: as far as the context goes
 MAX_SEED = 2**63 - 1
@@ -132,6 +134,36 @@ def parse_job(raw: bytes) -> Job:
         name = warnings[0].partition(":")[0]
         raise InvalidRequest(ErrorCode.UNKNOWN_FIELD, f"{name}: unknown field, and the job is strict", name)
     return replace(job, warnings=tuple(warnings)) if warnings else job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What can be read of any body, also of a refused one, so that its refusal finds the way back."""
+
+    digest: str
+    reply_to: str | None = None
+    result_ttl_s: float | None = None
+    metadata: Any = None
+    traceparent: str | None = None
+
+
+def read_envelope(raw: bytes) -> Envelope:
+    """Never raises. Fields that cannot be used are None; without JSON the digest is that of the bytes."""
+    try:
+        body = orjson.loads(raw) if len(raw) <= MAX_BODY_BYTES else None
+    except orjson.JSONDecodeError:
+        body = None
+    if not isinstance(body, dict):
+        return Envelope(digest=hashlib.sha256(raw).hexdigest())
+    fields = _Fields(body, "")
+    metadata = body.get("metadata")
+    return Envelope(
+        digest=digest(body),
+        reply_to=_or_none(lambda: fields.identifier("reply_to")),
+        result_ttl_s=_or_none(lambda: fields.number("result_ttl_s", 1, RESULT_TTL_MAX_S)),
+        metadata=metadata if len(orjson.dumps(metadata)) <= MAX_METADATA_BYTES else None,
+        traceparent=_or_none(lambda: fields.text("traceparent", max_chars=256)),
+    )
 
 
 def digest(body: Mapping[str, Any]) -> str:
@@ -593,6 +625,13 @@ def _check_integer(path: str, value: Any, low: int, high: int) -> int:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _or_none(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except InvalidRequest:
+        return None
 
 
 def _given(value: Any, default: Any) -> Any:

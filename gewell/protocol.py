@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 DEFAULT_NAMESPACE = "gewell"
 GROUP = "gpu"  # the consumer group of every lane
 HANDBACK_CONSUMER = "handback"  # owns what a worker gave back at shutdown; anybody takes over from it
-ENGINE_FEATURES = ("chat", "completion", "logprobs", "tools", "reasoning")  # what `info.features` may list today
+ENGINE_FEATURES = ("chat", "completion", "warm", "logprobs", "tools", "reasoning")  # `info.features` today
 
 # Lifetimes. Every key the protocol allows has one, or is emptied when its jobs end.
 OUT_TTL_S = 3_600.0  # after the end; the whole stream lives while the job runs
@@ -198,6 +198,7 @@ class JobField(StrEnum):
     CLAIMED_AT_MS = "claimed_at_ms"
     STARTED_AT_MS = "started_at_ms"  # first admitted to the batch
     FINISHED_AT_MS = "finished_at_ms"
+    ALSO = "also"  # inboxes of duplicates that wait for the record: a JSON list
 
 
 class InfoField(StrEnum):

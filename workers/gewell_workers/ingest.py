@@ -1,0 +1,316 @@
+"""From entries of the jobs streams to requests in the engine: the whole way of a job before its first token.
+
+`take` gets entries that are pending with us, however they came: read, taken over, due, found again after an outage.
+What fails half-way (a lost connection) stays pending and unknown to the table, and the sweep takes it again.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gewell.engine.api import EngineInfo, EngineRequest
+from gewell.errors import InvalidRequest
+from gewell.job import Envelope, Job, Kind, parse_job, read_envelope
+from gewell.protocol import GROUP, RESULT_TTL_S, TERMINAL_STATES, ErrorCode, Keys, State
+from gewell_workers.cancel import CancelLog
+from gewell_workers.claim import Claim, Known, Taken, claim_jobs, look_up
+from gewell_workers.clock import ServerClock
+from gewell_workers.dead import bury, bury_nameless
+from gewell_workers.duplicates import answer_conflict, answer_duplicate
+from gewell_workers.engine_thread import EngineThread
+from gewell_workers.jobs import HeldJob, JobTable, ParkedJob
+from gewell_workers.messages import EndJob, OpenJob
+from gewell_workers.output_link import OutputLink
+from gewell_workers.prepare import Preparer, Prompt
+from gewell_workers.resp import Client, pack
+
+log = logging.getLogger(__name__)
+
+_INLINE_BODY_BYTES = 64 * 1024  # larger bodies are parsed in a thread
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """One entry on its way in. Exactly one of prompt and ending is set once it is ready to be claimed."""
+
+    taken: Taken
+    envelope: Envelope
+    job: Job | None = None
+    refusal: InvalidRequest | None = None
+    known: Known | None = None
+    prompt: Prompt | None = None
+    ending: EndJob | None = None
+
+    @property
+    def must_count_crash(self) -> bool:
+        """The worker that had it died while it was in the batch."""
+        return self.taken.is_crash and self.known is not None and self.known.was_started
+
+    @property
+    def num_crashes(self) -> int:
+        assert self.known is not None
+        return self.known.crashes + (1 if self.must_count_crash else 0)
+
+    def end(
+        self, state: State, reason: str, code: str | None = None, message: str = "", field: str | None = None
+    ) -> None:
+        self.ending = EndJob(
+            job_id=self.taken.job_id, state=state, finish_reason=reason, code=code, message=message, field=field
+        )
+
+
+class Ingest:
+    def __init__(
+        self,
+        client: Client,
+        keys: Keys,
+        *,
+        worker_id: str,
+        info: EngineInfo,
+        preparer: Preparer,
+        table: JobTable,
+        engine: EngineThread,
+        output: OutputLink,
+        clock: ServerClock,
+        cancels: CancelLog,
+        max_parked: int,
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._worker_id = worker_id
+        self._info = info
+        self._preparer = preparer
+        self._table = table
+        self._engine = engine
+        self._output = output
+        self._clock = clock
+        self._cancels = cancels
+        self._max_parked = max_parked
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
+        self._lock = asyncio.Lock()  # one batch at a time: WATCH belongs to the connection
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def take(self, entries: Sequence[Taken]) -> None:
+        """Bring entries in, in their order. Raises LinkLost or ReplyError; what was not done is then still pending."""
+        async with self._lock:
+            new = [taken for taken in entries if taken.entry not in self._table.entries]
+            for taken in new:
+                self._table.entries.add(taken.entry)
+            try:
+                await self._take(new)
+            finally:
+                for taken in new:
+                    if taken.job_id not in self._table.held and taken.entry not in self._table.parked:
+                        self._table.entries.discard(taken.entry)
+
+    async def _take(self, entries: Sequence[Taken]) -> None:
+        nameless = [taken for taken in entries if not taken.job_id]
+        if nameless:
+            await bury_nameless(self._client, self._keys, nameless)
+        drafts = [await self._parse(taken) for taken in entries if taken.job_id]
+        await self._look_up(drafts)
+        drafts = [draft for draft in drafts if not await self._is_someone_elses(draft)]
+        drafts = [draft for draft in drafts if not self._park(draft)]
+        for draft in drafts:
+            self._judge(draft)
+        await asyncio.gather(*(self._prepare(draft) for draft in drafts if draft.ending is None))
+        await bury(self._client, self._keys, [(draft.taken, draft.ending) for draft in drafts if draft.ending])
+        claims = await claim_jobs(
+            self._client,
+            self._keys,
+            [(draft.taken, draft.must_count_crash) for draft in drafts],
+            worker_id=self._worker_id,
+            fingerprint=self._info.fingerprint,
+            now_ms=self._clock.now_ms(),
+        )
+        for draft, claim in zip(drafts, claims, strict=True):
+            if claim is not None:
+                self._admit(draft, claim)
+
+    async def _parse(self, taken: Taken) -> _Draft:
+        if len(taken.body) <= _INLINE_BODY_BYTES:
+            return _draft(taken)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _draft, taken)
+
+    async def _look_up(self, drafts: Sequence[_Draft]) -> None:
+        known = await look_up(
+            self._client,
+            self._keys,
+            [
+                (
+                    draft.taken,
+                    draft.envelope.digest,
+                    draft.job.conversation_id if draft.job else None,
+                    draft.job.tenant if draft.job else None,
+                    draft.job.seed if draft.job else None,
+                )
+                for draft in drafts
+            ],
+        )
+        for draft, one in zip(drafts, known, strict=True):
+            draft.known = one
+
+    async def _is_someone_elses(self, draft: _Draft) -> bool:
+        """Duplicates and id conflicts are answered here; an entry whose job is over is only removed."""
+        known, taken = draft.known, draft.taken
+        assert known is not None
+        if known.entry == taken.entry:
+            if known.state not in TERMINAL_STATES:
+                return False
+            jobs = self._keys.jobs(taken.lane)
+            await self._client.batch([pack("XACK", jobs, GROUP, taken.entry_id), pack("XDEL", jobs, taken.entry_id)])
+        elif known.digest == draft.envelope.digest:
+            await answer_duplicate(self._client, self._keys, taken, draft.envelope.reply_to)
+        else:
+            await answer_conflict(self._client, self._keys, taken, draft.envelope)
+        return True
+
+    def _park(self, draft: _Draft) -> bool:
+        job, known = draft.job, draft.known
+        assert known is not None
+        if job is None or job.not_before_ms is None or known.is_cancelled:
+            return False
+        if job.not_before_ms <= self._clock.now_ms() or len(self._table.parked) >= self._max_parked:
+            return False
+        self._table.parked[draft.taken.entry] = ParkedJob(
+            lane=draft.taken.lane,
+            entry_id=draft.taken.entry_id,
+            job_id=draft.taken.job_id,
+            conversation_id=job.conversation_id,
+            tenant=job.tenant,
+            due_ms=job.not_before_ms,
+        )
+        return True
+
+    def _judge(self, draft: _Draft) -> None:
+        """Ends that need no prompt."""
+        job, known = draft.job, draft.known
+        assert known is not None
+        if known.is_cancelled:
+            draft.end(State.CANCELLED, "cancelled")
+        elif draft.refusal is not None:
+            error = draft.refusal
+            draft.end(State.ERROR, "error", error.code, error.message, error.field)
+        elif job is not None and draft.num_crashes > job.max_crashes:
+            crashes, limit = draft.num_crashes, job.max_crashes
+            message = f"{crashes} workers died with this job running, max_crashes is {limit}"
+            draft.end(State.ERROR, "error", ErrorCode.CRASHED, message)
+        elif job is not None and job.deadline_ms is not None and job.deadline_ms <= self._clock.now_ms():
+            message = "deadline_ms passed before the job was started"
+            draft.end(State.EXPIRED, "cancelled", ErrorCode.DEADLINE, message, "deadline_ms")
+
+    async def _prepare(self, draft: _Draft) -> None:
+        assert draft.job is not None
+        loop = asyncio.get_running_loop()
+        try:
+            draft.prompt = await loop.run_in_executor(self._threads, self._preparer.prepare, draft.job)
+        except InvalidRequest as error:
+            draft.end(State.ERROR, "error", error.code, error.message, error.field)
+        except Exception:  # one job's fault must not stop the intake; the text of the error may quote the prompt
+            log.exception("job %s: preparing it failed", draft.taken.job_id)
+            draft.end(State.ERROR, "error", ErrorCode.INTERNAL, "preparing the prompt failed; the worker's log has it")
+
+    def _admit(self, draft: _Draft, claim: Claim) -> None:
+        """The job is ours: open its stream in the output process, then give it to the engine or end it."""
+        taken, job, prompt = draft.taken, draft.job, draft.prompt
+        if draft.ending is None and not claim.same_model:
+            draft.end(State.ERROR, "error", ErrorCode.RESTART_IMPOSSIBLE, "tokens of another model or weights are out")
+        if draft.ending is None and self._cancels.covers(taken, job):
+            draft.end(State.CANCELLED, "cancelled")  # the cancel came while the prompt was made ready
+        held = HeldJob(
+            taken=taken,
+            epoch=claim.epoch,
+            num_tokens=len(prompt.ids) if prompt else 0,
+            conversation_id=job.conversation_id if job else None,
+            tenant=job.tenant if job else None,
+            deadline_ms=job.deadline_ms if job else None,
+            is_ending=draft.ending is not None,
+        )
+        self._table.hold(held)
+        self._output.open(self._open_job(draft, claim))
+        if draft.ending is not None:
+            self._output.end(draft.ending)
+        else:
+            self._engine.add(self._request(draft, claim))
+
+    def _request(self, draft: _Draft, claim: Claim) -> EngineRequest:
+        taken, job, prompt = draft.taken, draft.job, draft.prompt
+        assert job is not None
+        assert prompt is not None
+        assert draft.known is not None
+        return EngineRequest(
+            request_id=taken.job_id,
+            prompt_ids=prompt.ids,
+            sampling=dataclasses.replace(prompt.sampling, seed=draft.known.seed),
+            emitted_ids=tuple(claim.kept.ids),
+            stable_lengths=prompt.stable_lengths,
+            message_starts=prompt.message_starts,
+            conversation_id=job.conversation_id,
+            cache=prompt.cache,
+            tenant=job.tenant,
+            lane=taken.lane,
+            enqueued_at_ms=taken.enqueued_at_ms,
+            deadline_ms=job.deadline_ms,
+            eos_token_ids=self._info.eos_token_ids,
+        )
+
+    def _open_job(self, draft: _Draft, claim: Claim) -> OpenJob:
+        job, prompt, envelope, known = draft.job, draft.prompt, draft.envelope, draft.known
+        assert known is not None
+        sampling = prompt.sampling if prompt else None
+        kept = claim.kept
+        return OpenJob(
+            job_id=draft.taken.job_id,
+            epoch=claim.epoch,
+            lane=draft.taken.lane,
+            entry_id=draft.taken.entry_id,
+            kept_ids=kept.ids,
+            kept_ends_with_stop_id=prompt is not None and self._ends_with_stop_id(prompt, kept.ids),
+            kept_text=kept.text,
+            kept_tools=kept.tools,
+            kept_logprobs=kept.logprobs,
+            is_chat=job is not None and job.kind is Kind.CHAT,
+            tools=list(job.tools) if job and job.tools else None,
+            stop=list(sampling.stop) if sampling else [],
+            include_stop=sampling.include_stop if sampling else False,
+            wants_logprobs=sampling is not None and sampling.logprobs is not None,
+            stream=job.stream if job else True,
+            reply_to=envelope.reply_to,
+            result_ttl_s=envelope.result_ttl_s or RESULT_TTL_S,
+            seed=known.seed,
+            crashes=draft.num_crashes,
+            num_prompt_tokens=len(prompt.ids) if prompt else 0,
+            enqueued_at_ms=draft.taken.enqueued_at_ms,
+            clock_offset_ms=self._clock.offset_ms,
+            warnings=list(prompt.warnings if prompt else job.warnings if job else ()),
+            metadata=envelope.metadata,
+            traceparent=envelope.traceparent,
+        )
+
+    def _ends_with_stop_id(self, prompt: Prompt, ids: Sequence[int]) -> bool:
+        """Whether the last token that stands is one that ended the row: it is recorded and not shown."""
+        sampling = prompt.sampling
+        if not ids or len(ids) <= sampling.min_tokens:
+            return False
+        is_eos = ids[-1] in self._info.eos_token_ids and not sampling.ignore_eos
+        return is_eos or ids[-1] in sampling.stop_token_ids
+
+
+def _draft(taken: Taken) -> _Draft:
+    try:
+        job = parse_job(taken.body)
+    except InvalidRequest as error:
+        return _Draft(taken=taken, envelope=read_envelope(taken.body), refusal=error)
+    envelope = Envelope(
+        digest=job.digest,
+        reply_to=job.reply_to,
+        result_ttl_s=job.result_ttl_s,
+        metadata=job.metadata,
+        traceparent=job.traceparent,
+    )
+    return _Draft(taken=taken, envelope=envelope, job=job)

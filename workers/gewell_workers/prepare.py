@@ -1,0 +1,153 @@
+"""A job's body made ready for the engine: checked, rendered, tokenised. Pure functions for ingest's thread pool."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gewell.engine.api import CacheHints, EngineInfo
+from gewell.errors import InvalidRequest
+from gewell.job import UNBOUNDED_TOKENS, CacheOptions, Job, Kind
+from gewell.protocol import ErrorCode
+from gewell.sampling import SamplingParams
+from gewell.text.chat import ChatRenderer, load_chat
+from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the engine and the output process need of a job's text."""
+
+    ids: Sequence[int]
+    sampling: SamplingParams  # max_tokens clamped to the context; the seed is set at the claim
+    cache: CacheHints
+    message_starts: tuple[int, ...] = ()
+    stable_lengths: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class Preparer:
+    """Turns parsed jobs into prompts of one model. Safe to use from several threads."""
+
+    def __init__(self, info: EngineInfo, model_dir: Path | None) -> None:
+        """model_dir None: no files; ids are bytes (the scripted engine)."""
+        self._info = info
+        self.tokenizer: Tokenizer = ByteTokenizer() if model_dir is None else load_tokenizer(model_dir)
+        self._chat: ChatRenderer = load_chat(model_dir or Path(), self.tokenizer)
+
+    def prepare(self, job: Job) -> Prompt:
+        """Raises InvalidRequest for what this model or worker cannot do."""
+        if job.kind is Kind.SCORE:
+            raise InvalidRequest(ErrorCode.UNSUPPORTED, f"kind: {job.kind} is not supported by this worker", "kind")
+        if job.messages is not None:
+            rendered = self._render(job)
+        else:
+            assert job.prompt is not None
+            rendered = _Rendered(ids=self._prompt_ids(job.prompt))
+        self._check_length(len(rendered.ids), "request.messages" if job.messages is not None else "request.prompt")
+        self._check_token_ids(job)
+        sampling, warnings = self._clamp(job, len(rendered.ids))
+        cache, cache_warnings = _cache_hints(job.cache, rendered.message_starts, len(rendered.ids))
+        if job.model is not None and job.model != self._info.model:
+            warnings += (f"request.model: {job.model[:80]!r} was asked for, {self._info.model!r} is served",)
+        return Prompt(
+            ids=rendered.ids,
+            sampling=sampling,
+            cache=cache,
+            message_starts=rendered.message_starts,
+            stable_lengths=rendered.stable_lengths,
+            warnings=job.warnings + warnings + cache_warnings,
+        )
+
+    def _render(self, job: Job) -> "_Rendered":
+        assert job.messages is not None
+        _refuse_images(job.messages)
+        rendered = self._chat.render(job.messages, tools=job.tools, thinking=job.thinking)
+        stable = self._chat.stable_lengths(job.messages, tools=job.tools, thinking=job.thinking)
+        return _Rendered(ids=rendered.ids, message_starts=rendered.message_starts, stable_lengths=stable)
+
+    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._chat.render_text(prompt)
+        for idx, token_id in enumerate(prompt):
+            if token_id >= self._info.vocab_size:
+                raise _bad(f"request.prompt[{idx}]", token_id, f"below the vocabulary's {self._info.vocab_size}")
+        return prompt
+
+    def _check_length(self, num_tokens: int, field: str) -> None:
+        if num_tokens == 0:
+            raise InvalidRequest(ErrorCode.EMPTY_PROMPT, f"{field}: no tokens", field)
+        limit = min(self._info.max_context - 1, self._info.max_prompt_tokens)
+        if num_tokens > limit:
+            raise InvalidRequest(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"{field}: {num_tokens} tokens, at most {limit} fit (context {self._info.max_context}, "
+                f"memory for a prompt of {self._info.max_prompt_tokens})",
+                field,
+            )
+
+    def _check_token_ids(self, job: Job) -> None:
+        for name, ids in (("stop_token_ids", job.sampling.stop_token_ids), ("logit_bias", job.sampling.logit_bias)):
+            for token_id in ids:
+                if token_id >= self._info.vocab_size:
+                    raise _bad(f"request.{name}", token_id, f"below the vocabulary's {self._info.vocab_size}")
+
+    def _clamp(self, job: Job, num_prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
+        """`max_tokens` is a limit, not a demand: what does not fit the context is cut off, and said."""
+        if job.kind is Kind.WARM:
+            return dataclasses.replace(job.sampling, max_tokens=0, min_tokens=0), ()
+        room = self._info.max_context - num_prompt_tokens
+        wanted = job.sampling.max_tokens
+        if wanted <= room:
+            return job.sampling, ()
+        sampling = dataclasses.replace(job.sampling, max_tokens=room, min_tokens=min(job.sampling.min_tokens, room))
+        if wanted == UNBOUNDED_TOKENS:
+            return sampling, ()
+        return sampling, (f"request.max_tokens: {wanted} clamped to {room}, what the context leaves",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendered:
+    ids: Sequence[int]
+    message_starts: tuple[int, ...] = ()
+    stable_lengths: tuple[int, ...] = ()
+
+
+def _refuse_images(messages: Sequence[dict[str, object]]) -> None:
+    for message_idx, message in enumerate(messages):
+        content = message.get("content")
+        for part_idx, part in enumerate(content if isinstance(content, list) else ()):
+            if part["type"] != "text":
+                field = f"request.messages[{message_idx}].content[{part_idx}]"
+                raise InvalidRequest(ErrorCode.IMAGE_UNSUPPORTED, f"{field}: this worker reads text only", field)
+
+
+def _cache_hints(
+    options: CacheOptions, message_starts: tuple[int, ...], num_tokens: int
+) -> tuple[CacheHints, tuple[str, ...]]:
+    """Message indexes become token positions: a breakpoint after message i lies where message i + 1 begins."""
+    positions, warnings = [], []
+    for message_idx in options.breakpoints:
+        if message_idx >= len(message_starts):
+            num_messages = len(message_starts)
+            warnings.append(f"cache.breakpoints: {message_idx} is no index into {num_messages} messages, ignored")
+        elif message_idx + 1 < len(message_starts):
+            positions.append(message_starts[message_idx + 1])
+        else:
+            positions.append(num_tokens)
+    hints = CacheHints(
+        mode=options.mode,
+        priority=options.priority,
+        ttl_s=options.ttl_s,
+        pin=options.pin,
+        one_off=options.one_off,
+        release=options.release,
+        expect_after=options.expect_after,
+        salt=options.salt,
+        breakpoints=tuple(sorted(set(positions))),
+    )
+    return hints, tuple(warnings)
+
+
+def _bad(field: str, value: object, limit: str) -> InvalidRequest:
+    return InvalidRequest(ErrorCode.INVALID_REQUEST, f"{field}: {value!r} is not {limit}", field)
