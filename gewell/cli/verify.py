@@ -19,6 +19,8 @@ def verify(
     target: Path | None = typer.Option(None, help="A drafter's target; default: the sibling that golden.json names."),  # noqa: B008  typer's way
     dtype: str = typer.Option("float32", help="float32, or bfloat16 (held against the reference's own loss)."),
     device: str = typer.Option("cpu", help="A torch device."),
+    case: list[str] = typer.Option([], help="Only this case (may be repeated)."),  # noqa: B008  typer's way
+    way: list[str] = typer.Option([], help='Only this way, e.g. "whole" or "together" (may be repeated).'),  # noqa: B008  typer's way
     as_json: bool = typer.Option(False, "--json", help="Every comparison as one JSON object."),
 ) -> None:
     """Compare checkpoints with golden outputs; exit 1 when anything is beyond its tolerance."""

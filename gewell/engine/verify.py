@@ -5,9 +5,10 @@ steps, over pages that hold NaN when nobody wrote them, in each layout of the fu
 layout that `gewell.engine.golden` describes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from gewell_kernels.layout import KVLayout
@@ -19,7 +20,7 @@ from gewell.engine.golden import Case, GoldenFolder
 from gewell.engine.replay import Replay, Schedule, Track, in_mixed_pieces, in_pieces
 from gewell.engine.states import compare_states
 from gewell.engine.verify_drafter import drafter_findings
-from gewell.errors import CheckpointError
+from gewell.errors import CheckpointError, ConfigError
 from gewell.model.gemma import GemmaModel
 from gewell.model.kv_plan import plan_kv
 from gewell.weights.checkpoint import load_drafter, load_model
@@ -56,14 +57,17 @@ def verify(
     target_dir: Path | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    only_cases: Sequence[str] = (),
+    only_ways: Sequence[str] = (),
 ) -> Verification:
-    """Run all cases of a folder.
+    """Run the cases of a folder, or some of them in some of the ways.
 
     model_dir    where the checkpoint lies, when not beside the golden outputs
     target_dir   a drafter's target; default: the folder beside this one that `golden.json` names
     Raises CheckpointError or ConfigError when the folder cannot be used at all.
     """
     golden = GoldenFolder.read(folder)
+    cases = _chosen("case", only_cases, {case.name: case for case in golden.cases})
     model_dir = model_dir or folder
     verification = Verification(folder=str(folder))
     with torch.inference_mode():
@@ -73,13 +77,24 @@ def verify(
             for layout in _layouts(target.config):
                 target.use_kv_plan(plan_kv(target.config, dtype_bytes=dtype.itemsize, full_layout=layout))
                 drafter.use_target_plan()
-                verification.findings += drafter_findings(drafter, golden.cases, layout)
+                verification.findings += drafter_findings(drafter, cases, layout)
             return verification
         model = load_model(model_dir, dtype=dtype, device=device)
+        chosen = _chosen("way", only_ways, {way.name: way for way in ways(model.config.sliding_window)})
         for layout in _layouts(model.config):
             model.use_kv_plan(plan_kv(model.config, dtype_bytes=dtype.itemsize, full_layout=layout))
-            verification.findings += _run_layout(model, golden.cases, layout)
+            verification.findings += _run_layout(model, cases, chosen, layout)
     return verification
+
+
+_Named = TypeVar("_Named")
+
+
+def _chosen(what: str, wanted: Sequence[str], there: Mapping[str, _Named]) -> list[_Named]:
+    unknown = [name for name in wanted if name not in there]
+    if unknown:
+        raise ConfigError(f"--{what}", unknown[0], f"must be one of {', '.join(there)}")
+    return [thing for name, thing in there.items() if not wanted or name in wanted]
 
 
 def _named_target(golden: GoldenFolder) -> Path:
@@ -93,11 +108,11 @@ def _layouts(config: ModelConfig) -> Sequence[KVLayout]:
     return list(KVLayout) if any(layer.k_eq_v for layer in config.layers) else [KVLayout.PLAIN]
 
 
-def _run_layout(model: GemmaModel, cases: Sequence[Case], layout: KVLayout) -> Iterator[Finding]:
+def _run_layout(model: GemmaModel, cases: Sequence[Case], chosen: Sequence[Way], layout: KVLayout) -> Iterator[Finding]:
     geometry = model.kv_plan.geometry
     lengths = [len(case.prompt_ids) + len(case.greedy_ids) for case in cases]
     replay = Replay(model, num_pages=sum(geometry.num_pages(length) + 4 for length in lengths))
-    for way in ways(geometry.sliding_window):
+    for way in chosen:
         groups = [cases] if way.is_together else [[case] for case in cases]
         for group in groups:
             yield from _run_group(replay, group, way, layout)
