@@ -95,7 +95,7 @@ class Scheduler:
         self.geometry = geometry
         self.prefixes = prefixes
         self.lengths = OutputLengths()
-        self.window = window if window is not None else Window(self._look)
+        self.window = window if window is not None else Window(prefixes.warm_tokens)
         self.num_preemptions = 0
         self._prefills: list[RequestState] = []  # in start order
         self._landing: list[RequestState] = []  # last chunk planned, not yet computed
@@ -363,7 +363,7 @@ class Scheduler:
         cache = req.request.cache
         if cache.mode == "off" or req.num_tokens <= self.config.min_shared_tokens:
             return None
-        least = self._look(req) + self.config.min_shared_tokens
+        least = self.prefixes.warm_tokens(req) + self.config.min_shared_tokens
         for leader in self._prefills + self._landing:
             if leader.request.cache.mode != "auto" or leader.request.cache.salt != cache.salt:
                 continue
@@ -420,10 +420,6 @@ class Scheduler:
         return (
             num_new_pages + self._num_reserved + margin <= self.pool.num_free_pages + self.prefixes.num_evictable_pages
         )
-
-    def _look(self, req: RequestState) -> int:
-        req.num_warm_tokens = self.prefixes.warm_tokens(req)
-        return req.num_warm_tokens
 
     # --------------------------------------------------------------------------------------------------------- room
 
