@@ -58,7 +58,7 @@ def user_data_dir() -> Path:
 
 
 def default_url() -> str:
-    """Where the queue is when nobody says: `GEWELL_REDIS`, the server of a running `gewell up`, else Redis' own port."""
+    """Where the queue is when nobody says: `GEWELL_REDIS`, else a running `gewell up`'s server, else port 6379 here."""
     given = os.environ.get("GEWELL_REDIS")
     if given:
         return given
@@ -230,7 +230,8 @@ class EmbeddedServer:
                 tail = self._log_tail()
                 kind = _PortTaken if "Address already in use" in tail else QueueError
                 raise kind(f"the server in {self.data_dir} ended at start; its log ends:\n{tail}")
-            if _answers_ping(self.port):
+            # The log first: on a port that somebody else holds, that server would answer our ping.
+            if "Ready to accept connections" in self._log_tail() and _answers_ping(self.port):
                 return
             time.sleep(0.005)
         self.kill()

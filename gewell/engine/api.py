@@ -4,6 +4,7 @@ The worker calls `add`, `cancel`, `finish` from any thread; one engine thread ca
 and hands the events on.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -101,6 +102,10 @@ class EngineInfo:
 
 class Engine(Protocol):
     """Thread rules: `step` belongs to one thread; everything else may be called from any thread and returns at once."""
+
+    on_started: Callable[[Sequence[str]], None] | None
+    """Set by the worker: called in the engine thread with the ids of requests that join the batch, before their step is
+    launched. Who was in the batch when a process dies is a suspect; who waited is not."""
 
     @property
     def info(self) -> EngineInfo: ...

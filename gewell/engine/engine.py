@@ -4,7 +4,7 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gewell.engine.api import EngineInfo, EngineStats, Event, FinishedEvent, FinishReason, TokensEvent
@@ -35,6 +35,9 @@ class PagedEngine:
     """`gewell.engine.api.Engine` over any runner. Commands of other threads wait in a queue for the next step.
 
     is_recording_freed   hand freed pages on to the runner, for it to poison; the pool must record them
+    on_started           set by the worker: called in the engine thread with the ids of requests that join the batch,
+                         before the step that computes them is launched. Who was in the batch when a process dies is
+                         a suspect; who waited is not
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PagedEngine:
         self._runner = runner
         self._is_recording_freed = is_recording_freed
         self._clock = clock
+        self.on_started: Callable[[Sequence[str]], None] | None = None
         self._commands: deque[_Command] = deque()
         self._requests: dict[str, RequestState] = {}
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
@@ -187,6 +191,8 @@ class PagedEngine:
                 req.started_at_s = now
                 self._counts.prompt_tokens += req.num_prompt_tokens
                 self._counts.cached_tokens += req.num_cached_tokens
+        if plan.joined and self.on_started is not None:
+            self.on_started([req.request_id for req in plan.joined])
         if self._is_recording_freed:
             plan.freed_pages = self._scheduler.pool.drain_freed()
         self._counts.planned(plan)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gewell.job import Job
 from gewell.protocol import CANCEL_MARKER_TTL_S, CancelKind, EntryId, Keys, is_valid_id
-from gewell_workers.claim import Taken, is_older
+from gewell_workers.claim import Taken, covers_group, covers_id
 from gewell_workers.jobs import HeldJob, ParkedJob
 from gewell_workers.resp import Client, pack, raise_error
 
@@ -42,19 +42,20 @@ class CancelLog:
             self._newest.popitem(last=False)
 
     def covers(self, taken: Taken, job: Job | None) -> bool:
-        names = [(CancelKind.ID, taken.job_id)]
+        names: list[tuple[CancelKind, str | None]] = [(CancelKind.ID, taken.job_id)]
         if job is not None:
-            names.append((CancelKind.TENANT, job.tenant))
-            if job.conversation_id is not None:
-                names.append((CancelKind.CONVERSATION, job.conversation_id))
-        return any(
-            marker is not None and is_older(taken.entry_id, marker) for marker in (self._newest.get(n) for n in names)
-        )
+            names += [(CancelKind.TENANT, job.tenant), (CancelKind.CONVERSATION, job.conversation_id)]
+        newest = [(kind, self._newest.get((kind, name))) for kind, name in names if name is not None]
+        return any(marker is not None and _covers(kind, marker, taken.entry_id) for kind, marker in newest)
+
+
+def _covers(kind: CancelKind, cancel_id: str, entry_id: str) -> bool:
+    return covers_id(cancel_id, entry_id) if kind is CancelKind.ID else covers_group(cancel_id, entry_id)
 
 
 def is_hit(cancel: Cancel, job_id: str, conversation_id: str | None, tenant: str | None, entry_id: str) -> bool:
     name = {CancelKind.ID: job_id, CancelKind.CONVERSATION: conversation_id, CancelKind.TENANT: tenant}[cancel.kind]
-    return name == cancel.name and is_older(entry_id, cancel.entry_id)
+    return name == cancel.name and _covers(cancel.kind, cancel.entry_id, entry_id)
 
 
 def hits_held(cancel: Cancel, job: HeldJob) -> bool:

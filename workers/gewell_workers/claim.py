@@ -133,13 +133,30 @@ def _known(taken: Taken, fields: Sequence[bytes | None], markers: Sequence[bytes
         seed=int(seed),
         crashes=int(crashes or 0),
         was_started=started is not None,
-        is_cancelled=any(marker is not None and is_older(taken.entry_id, marker.decode()) for marker in markers),
+        is_cancelled=_is_cancelled(taken.entry_id, [None if marker is None else marker.decode() for marker in markers]),
     )
 
 
-def is_older(entry_id: str, marker: str) -> bool:
-    """Whether a job's entry was added before the cancel entry that the marker names."""
-    return EntryId.parse(entry_id) < EntryId.parse(marker)
+def _is_cancelled(entry_id: str, markers: Sequence[str | None]) -> bool:
+    """markers: that of the id first, then of conversation and tenant."""
+    own, *groups = markers
+    if own is not None and covers_id(own, entry_id):
+        return True
+    return any(marker is not None and covers_group(marker, entry_id) for marker in groups)
+
+
+def covers_group(cancel_id: str, entry_id: str) -> bool:
+    """Whether a cancel of a conversation or tenant covers a job: its entry's time is before the cancel's.
+
+    Two streams number their entries apart, so inside one millisecond nobody knows which came first. What is sent right
+    after a cancel must live, so there the job wins; clients let a millisecond pass before they cancel.
+    """
+    return EntryId.parse(entry_id).epoch < EntryId.parse(cancel_id).epoch
+
+
+def covers_id(cancel_id: str, entry_id: str) -> bool:
+    """Whether a cancel of a job covers its entry; inside one millisecond the cancel wins: an id is used once."""
+    return EntryId.parse(entry_id).epoch <= EntryId.parse(cancel_id).epoch
 
 
 async def claim_jobs(
@@ -255,7 +272,8 @@ def _add(kept: Kept, chunk: Chunk) -> None:
     kept.ids.extend(chunk.ids)
     kept.logprobs.extend(chunk.logprobs or ())
     if chunk.tool is None:
-        kept.text[chunk.channel] = kept.text.get(chunk.channel, "") + chunk.text
+        channel = chunk.channel.value
+        kept.text[channel] = kept.text.get(channel, "") + chunk.text
         return
     while len(kept.tools) <= chunk.tool.index:
         kept.tools.append({"id": None, "name": None, "arguments": ""})

@@ -6,17 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
 
 from gewell.engine.api import Engine, EngineRequest, Event
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.2  # the longest sleep without work; every command wakes the thread at once
-
-
-class _TellsStarts(Protocol):
-    on_started: Callable[[Sequence[str]], None]
 
 
 class EngineThread:
@@ -38,7 +33,7 @@ class EngineThread:
         self._on_events = on_events
         self._on_started = on_started
         self._on_failure = on_failure
-        cast(_TellsStarts, engine).on_started = self._note_started
+        engine.on_started = self._note_started
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._drain_is_due = False

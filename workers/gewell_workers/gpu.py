@@ -32,7 +32,7 @@ from gewell_workers.lanes import LaneReader, entries_of
 from gewell_workers.lease import Lease
 from gewell_workers.output_link import OutputLink
 from gewell_workers.prepare import Preparer
-from gewell_workers.resp import Argument, Client, LinkLost, ReplyError, describe, pack, raise_error
+from gewell_workers.resp import Argument, Client, LinkLost, Reply, ReplyError, describe, pack, raise_error
 from gewell_workers.server_check import check_server, publish_info
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Worker:
         self._on_ready = on_ready
         self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._room_changed = asyncio.Event()
+        self._caught_up = asyncio.Event()  # all cancels and commands of before are known; jobs may be read
         self._is_draining = False
         self._paused: set[Lane] = set()
         self._trouble: str | None = None
@@ -222,6 +223,8 @@ class Worker:
         if kind == "stop":
             job_id, num_tokens = body
             self._engine.finish(job_id, num_tokens)
+        elif kind == "drop":
+            self._engine.cancel(body)
         elif kind == "done":
             self._on_done(*body)
         elif kind == "trouble":
@@ -246,6 +249,7 @@ class Worker:
         num_connects = 0
         while not self._is_draining:
             await self._read_client.wait_until_up()
+            await self._caught_up.wait()
             try:
                 if self._read_client.num_connects != num_connects:
                     await self._reader.ensure_groups()
@@ -280,6 +284,7 @@ class Worker:
         pause_s = min(1.0, self._config.lease_s / 3)
         while True:
             await asyncio.sleep(pause_s)
+            await self._caught_up.wait()
             if self._is_draining or self._trouble is not None or not self._lease_client.is_up:
                 continue
             try:
@@ -319,21 +324,25 @@ class Worker:
         while True:
             await self._watch_client.wait_until_up()
             try:
-                head = ("XREAD", "COUNT", 1_000, "BLOCK", 500)
+                wait = ("BLOCK", 500) if self._caught_up.is_set() else ()
+                head = ("XREAD", "COUNT", 1_000, *wait)
                 reply = await self._watch_client.call(*head, "STREAMS", *last, *last.values())
                 for name, entries in reply or ():
-                    stream = name.decode()
-                    parsed = [(entry_id.decode(), _text_fields(flat)) for entry_id, flat in entries]
-                    if stream == self._keys.cancel:
-                        await self._on_cancels(
-                            [c for entry_id, fields in parsed for c in parse_cancel(entry_id, fields)]
-                        )
-                    else:
-                        for entry_id, fields in parsed:
-                            self._on_control(entry_id, fields)
-                    last[stream] = parsed[-1][0]
+                    await self._on_watched(name.decode(), entries)
+                    last[name.decode()] = entries[-1][0].decode()
+                if not reply:
+                    self._caught_up.set()
             except (LinkLost, ReplyError) as error:
+                self._caught_up.clear()
                 await self._say_and_wait("watching for cancels", error)
+
+    async def _on_watched(self, stream: str, entries: Reply) -> None:
+        parsed = [(entry_id.decode(), _text_fields(flat)) for entry_id, flat in entries]
+        if stream == self._keys.cancel:
+            await self._on_cancels([cancel for entry in parsed for cancel in parse_cancel(*entry)])
+            return
+        for entry_id, fields in parsed:
+            self._on_control(entry_id, fields)
 
     async def _tick_loop(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from gewell.errors import InvalidRequest
 from gewell.job import Envelope, Job, Kind, parse_job, read_envelope
 from gewell.protocol import GROUP, RESULT_TTL_S, TERMINAL_STATES, ErrorCode, Keys, State
 from gewell_workers.cancel import CancelLog
-from gewell_workers.claim import Claim, Known, Taken, claim_jobs, look_up
+from gewell_workers.claim import Claim, Kept, Known, Taken, claim_jobs, look_up
 from gewell_workers.clock import ServerClock
 from gewell_workers.dead import bury, bury_nameless
 from gewell_workers.duplicates import answer_conflict, answer_duplicate
@@ -232,11 +232,19 @@ class Ingest:
             is_ending=draft.ending is not None,
         )
         self._table.hold(held)
-        self._output.open(self._open_job(draft, claim))
+        try:
+            opened = self._open_job(draft, claim)
+            request = None if draft.ending is not None else self._request(draft, claim)
+            self._output.open(opened)
+        except Exception:  # a fault of ours with this one job; all others go on
+            log.exception("job %s: it could not be handed on", taken.job_id)
+            held.is_ending = True
+            draft.end(State.ERROR, "error", ErrorCode.INTERNAL, "the job could not be handed on; see the worker's log")
+            self._output.open(self._open_job(draft, Claim(epoch=claim.epoch, kept=Kept(), same_model=True)))
         if draft.ending is not None:
             self._output.end(draft.ending)
-        else:
-            self._engine.add(self._request(draft, claim))
+        elif request is not None:
+            self._engine.add(request)
 
     def _request(self, draft: _Draft, claim: Claim) -> EngineRequest:
         taken, job, prompt = draft.taken, draft.job, draft.prompt

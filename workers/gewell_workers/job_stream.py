@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gewell.protocol import (
@@ -133,7 +133,16 @@ class JobStream:
         if self.ending is None:
             self._parse()
             self._spans += self._text.finish()
+            if self.stopped_at is not None and ending.state is not State.ERROR:
+                # The engine may have come to its own end before it heard of the stop string.
+                ending = replace(ending, state=State.DONE, finish_reason="stop", error=None)
             self.ending = ending
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End in an error without looking at what is not parsed yet: looking failed."""
+        self._raw_ids = []
+        if self.ending is None:
+            self.ending = Ending(state=State.ERROR, finish_reason="error", error=error)
 
     def make_entries(self) -> None:
         """Turn everything that waits into entries of the stream."""

@@ -141,7 +141,7 @@ def missing(job_text: JobText, kept_text: dict[str, str], kept_tools: Sequence[d
     spans = []
     for channel in (Channel.REASONING, Channel.CONTENT):
         text = job_text.text(channel)
-        kept = kept_text.get(channel, "")
+        kept = kept_text.get(channel.value, "")
         if len(text) > len(kept):
             spans.append(Span((), channel, text[len(kept) :]))
     for index, call in enumerate(job_text.tool_calls):

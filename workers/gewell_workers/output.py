@@ -10,12 +10,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from gewell.protocol import Channel, FinalRecord, Keys, ToolDelta
+from gewell.protocol import Channel, ErrorCode, ErrorInfo, FinalRecord, Keys, ToolDelta
 from gewell.text.parser import OutputParser
 from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gewell_workers.finish import Outcome
@@ -101,7 +102,11 @@ class OutputProcess:
         self.publisher.close(list(self._streams.values()))
 
     def _on_open(self, job: OpenJob) -> None:
-        stream = JobStream(job, make_pieces(self._tokenizer, job), self._tokenizer)
+        try:
+            stream = JobStream(job, make_pieces(self._tokenizer, job), self._tokenizer)
+        except Exception:
+            stream = JobStream(replace(job, kept_ids=[], stop=[]), PlainPieces(self._tokenizer), self._tokenizer)
+            self._fail(stream)
         old = self._streams.get(job.job_id)
         if old is not None:
             old.is_gone = True
@@ -119,13 +124,19 @@ class OutputProcess:
             if stream is None:
                 continue
             stop_id = stop_ids.get(job_id)
-            if stream.push(ids, logprobs, last_is_stop_id=stop_id is not None and ids[-1] == stop_id):
-                self._tell("stop", (job_id, stream.stopped_at))
+            try:
+                if stream.push(ids, logprobs, last_is_stop_id=stop_id is not None and ids[-1] == stop_id):
+                    self._tell("stop", (job_id, stream.stopped_at))
+            except Exception:
+                self._fail(stream)
             touch(stream)
         for event in body["finished"]:
             stream = streams.get(event["request_id"])
             if stream is not None:
-                stream.end(ending_of(event, expired=event["request_id"] in self._expired))
+                try:
+                    stream.end(ending_of(event, expired=event["request_id"] in self._expired))
+                except Exception:
+                    self._fail(stream)
                 touch(stream)
 
     def _on_end(self, end: EndJob) -> None:
@@ -133,6 +144,13 @@ class OutputProcess:
         if stream is not None:
             stream.end(ending_of_end(end))
             self.publisher.touch(stream)
+
+    def _fail(self, stream: JobStream) -> None:
+        """A fault of ours with one job's text ends that job alone. Called where an exception is being handled."""
+        job_id = stream.job.job_id
+        log.exception("job %s: its text could not be made", job_id)
+        stream.fail(ErrorInfo(code=ErrorCode.INTERNAL, message="the text could not be made; the worker's log has it"))
+        self._tell("drop", job_id)
 
     def _on_done(self, stream: JobStream, outcome: Outcome, record: FinalRecord | None) -> None:
         job_id = stream.job.job_id

@@ -1,0 +1,116 @@
+"""A user's mistake becomes that job's error record, names the field, and disturbs nobody else."""
+
+import json
+
+import pytest
+from harness import Harness, wait_for
+
+from gewell.protocol import FinalRecord, State
+
+pytestmark = pytest.mark.redis
+
+
+def completion(**request: object) -> str:
+    return json.dumps({"kind": "completion", "request": {"prompt": "hi", "max_tokens": 3, **request}})
+
+
+def chat(*messages: object) -> str:
+    return json.dumps({"kind": "chat", "request": {"messages": list(messages), "max_tokens": 3}})
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+BAD = {
+    "not-json": (b"{", "invalid_json", None),
+    "not-utf8": (b'{"kind": "\xff"}', "invalid_json", None),
+    "a-list": (b"[]", "invalid_json", None),
+    "empty": (b"", "invalid_json", None),
+    "deep": (b"[" * 5_000 + b"]" * 5_000, "invalid_json", None),
+    "no-kind": (b"{}", "invalid_request", "kind"),
+    "wrong-kind": (b'{"kind": "chatt"}', "invalid_request", "kind"),
+    "no-request": (b'{"kind": "chat"}', "invalid_request", "request"),
+    "wrong-type": (completion(temperature="hot"), "invalid_request", "request.temperature"),
+    "true-is-no-number": (completion(temperature=True), "invalid_request", "request.temperature"),
+    "nan": (completion(temperature=float("nan")), "invalid_request", "request.temperature"),
+    "infinite": (completion(top_p=float("inf")), "invalid_request", "request.top_p"),
+    "nan-elsewhere": (completion(user={"x": [float("nan")]}), "invalid_request", "request.user.x[0]"),
+    "negative": (completion(temperature=-1), "invalid_request", "request.temperature"),
+    "huge-max-tokens": (completion(max_tokens=10**30), "invalid_request", "request.max_tokens"),
+    "zero-max-tokens": (completion(max_tokens=0), "invalid_request", "request.max_tokens"),
+    "empty-prompt": (completion(prompt=""), "empty_prompt", "request.prompt"),
+    "empty-ids": (completion(prompt=[]), "empty_prompt", "request.prompt"),
+    "no-messages": (chat(), "empty_prompt", "request.messages"),
+    "bad-role": (chat({"role": "robot", "content": "x"}), "invalid_request", "request.messages[0].role"),
+    "no-content": (chat({"role": "user"}), "invalid_request", "request.messages[0].content"),
+    "too-long": (completion(prompt="x" * 20_000), "prompt_too_long", "request.prompt"),
+    "no-such-token": (completion(prompt=[70_000]), "invalid_request", "request.prompt[0]"),
+    "no-such-stop-id": (completion(stop_token_ids=[70_000]), "invalid_request", "request.stop_token_ids"),
+    "image": (chat({"role": "user", "content": [IMAGE]}), "image_unsupported", "request.messages[0].content[0]"),
+    "n": (completion(n=2), "unsupported", "request.n"),
+    "json-mode": (completion(response_format={"type": "json_object"}), "unsupported", "request.response_format"),
+    "grammar": (completion(guided_regex="a+"), "unsupported", "request.guided_regex"),
+    "score": (b'{"kind":"score","request":{"prompt":"a","continuations":["b"]}}', "unsupported", "kind"),
+}
+
+
+def test_every_mistake_is_an_error_record_and_the_neighbour_is_served(shared: Harness):
+    for name, (body, _, _) in BAD.items():
+        shared.submit_raw(f"bad-{name}", body)
+        shared.submit(f"good-{name}", max_tokens=3)
+    for name, (_, code, field) in BAD.items():
+        record = shared.check_stream(f"bad-{name}")
+        assert record.state == State.ERROR, name
+        assert record.finish_reason == "error", name
+        assert (record.error.code, record.error.field) == (code, field), name
+        assert record.error.message, name
+        assert shared.result(f"good-{name}").state == State.DONE, name
+    shared.check_nothing_left()
+
+
+@pytest.mark.parametrize("field", ["temperature", "prompt"])
+def test_a_limit_is_named_with_the_value(shared: Harness, field: str):
+    body = completion(temperature=-3.5) if field == "temperature" else completion(prompt="x" * 20_000)
+    shared.submit_raw(f"limit-{field}", body)
+    message = shared.result(f"limit-{field}").error.message
+    assert f"request.{field}" in message
+    assert ("-3.5" in message and "0 to 100" in message) if field == "temperature" else "20000 tokens" in message
+
+
+def test_unknown_field_is_a_warning_and_with_strict_an_error(shared: Harness):
+    shared.submit("unknown-1", max_tokens=3, temprature=0.5)
+    record = shared.result("unknown-1")
+    assert record.state == State.DONE
+    assert record.warnings == ("request.temprature: unknown field, ignored",)
+    shared.submit("unknown-2", max_tokens=3, temprature=0.5, job={"strict": True})
+    record = shared.result("unknown-2")
+    assert (record.error.code, record.error.field) == ("unknown_field", "request.temprature")
+
+
+def test_max_tokens_beyond_the_context_is_clamped_and_said(shared: Harness):
+    shared.submit("clamp", max_tokens=100_000, stop_token_ids=list(range(32, 127)))
+    record = shared.result("clamp")
+    assert record.state == State.DONE
+    assert record.warnings == ("request.max_tokens: 100000 clamped to 8190, what the context leaves",)
+
+
+def test_refusal_reaches_the_inbox_with_metadata(shared: Harness):
+    body = {"kind": "completion", "request": {"prompt": ""}, "reply_to": "refused", "metadata": {"row": 3}}
+    shared.submit_raw("refused-1", json.dumps(body))
+    ((_, fields),) = wait_for(lambda: shared.redis.xrange(shared.keys.inbox("refused")))
+    record = FinalRecord.from_json(fields[b"res"])
+    assert record.error.code == "empty_prompt"
+    assert record.metadata == {"row": 3}
+
+
+def test_entry_without_a_usable_id_goes_to_dead(shared: Harness):
+    jobs = shared.keys.jobs("normal")
+    before = shared.redis.xlen(shared.keys.dead)
+    shared.redis.xadd(jobs, {"v": 1, "body": completion()})
+    shared.redis.xadd(jobs, {"v": 1, "id": "a job:*", "body": completion()})
+    shared.redis.xadd(jobs, {"v": 1, "id": "x" * 129, "body": completion()})
+    wait_for(lambda: shared.redis.xlen(shared.keys.dead) == before + 3)
+    entry = shared.redis.xrange(shared.keys.dead)[-1][1]
+    assert entry[b"reason"] == b"the entry has no usable id"
+    assert json.loads(entry[b"body"])["kind"] == "completion"
+    wait_for(lambda: shared.redis.xlen(jobs) == 0)
+    assert shared.redis.xpending(jobs, "gpu")["pending"] == 0
