@@ -133,7 +133,8 @@ class Scheduler:
     def add(self, req: RequestState) -> None:
         req.cost = float(req.num_tokens + self.lengths.expected(req))
         self.prefixes.add_waiting(req)
-        self.window.add(req)
+        if not self._follow(req):  # at once: the prefill may have passed their common part when the window gives it up
+            self.window.add(req)
 
     def remove(self, req: RequestState, *, is_completed: bool = True, is_sound: bool = True) -> None:
         """The request has ended, wherever it was; everything it held goes back. See `Prefixes.finished`."""
@@ -348,15 +349,21 @@ class Scheduler:
     def _choose(self) -> RequestState | None:
         """The window's next request; those that would compute what a running prefill is computing wait behind it."""
         while (req := self.window.choose()) is not None:
-            shared = self._shared_with_prefill(req)
-            if shared is None:
+            if not self._follow(req):
                 return req
-            leader, position = shared
             self.window.remove(req)
-            req.leader = leader
-            leader.followers.append((position, req))
-            self._num_following += 1
         return None
+
+    def _follow(self, req: RequestState) -> bool:
+        """Let the request wait behind a running prefill that will compute more of its prompt than is cached, if any."""
+        shared = self._shared_with_prefill(req)
+        if shared is None:
+            return False
+        leader, position = shared
+        req.leader = leader
+        leader.followers.append((position, req))
+        self._num_following += 1
+        return True
 
     def _shared_with_prefill(self, req: RequestState) -> tuple[RequestState, int] | None:
         """A running prefill that will leave a checkpoint in this request's prompt beyond what is cached, and where."""

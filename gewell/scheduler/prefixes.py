@@ -110,7 +110,7 @@ class CachedPrefixes:
         return list(self.cache.start(req.request_id, position))
 
     def want(self, req: RequestState, position: int) -> bool:
-        return False
+        return self.cache.want(req.request_id, position)
 
     def retain(self, req: RequestState, position: int) -> None:
         assert req.pages is not None
