@@ -196,7 +196,7 @@ def test_a_broken_index_is_named(tmp_path):
 def test_a_folder_without_weights_is_named(tmp_path):
     folder = copy_of("gemma3-text", tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         _load(folder)
 
 
