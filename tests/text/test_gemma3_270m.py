@@ -76,7 +76,7 @@ def small_gguf(path: Path, **extra: Any) -> dict[str, np.ndarray]:
         return rng.normal(size=shape).astype(np.float32)
 
     tensors = {"token_embd.weight": normal(len(TOKENS), hidden), "output_norm.weight": normal(hidden)}
-    shapes = {name: (head, hidden) for name in ("attn_q", "attn_k", "attn_v")}
+    shapes = dict.fromkeys(("attn_q", "attn_k", "attn_v"), (head, hidden))
     shapes |= {
         "attn_output": (hidden, head),
         "ffn_gate": (64, hidden),
