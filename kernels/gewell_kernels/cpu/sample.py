@@ -22,6 +22,7 @@ _NUM_BINS = 4096
 _CHUNK = 8192  # Philox blocks a call: its arrays stay in the second-level cache
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_ALL = 2**64 - 1
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _UInts = npt.NDArray[np.uint64] | np.uint64
 
@@ -78,7 +79,7 @@ def sample(
     if not any(heats):
         return drawn
     filters = list(zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True))
-    all_keys = list(zip(seeds.tolist(), positions.tolist(), strict=True))
+    all_keys = [(seed & _ALL, at & _ALL) for seed, at in zip(seeds.tolist(), positions.tolist(), strict=True)]
     has_nan = maxima.amax(dim=1).isnan().tolist()  # such a row's token means nothing; its caller looks at the logit
     hot = [i for i, heat in enumerate(heats) if heat > 0.0 and not has_nan[i]]
     if not hot:
