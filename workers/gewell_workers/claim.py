@@ -1,7 +1,8 @@
 """Taking jobs: who an entry is (`look_up`), and the claim that fences every older epoch (`claim_jobs`). In batches.
 
 A claim is: epoch + 1 under WATCH, a fence entry `<epoch>-0` in the job's stream, a look at what stands there, and the
-restart entry. From the fence on, the server refuses every entry of an older epoch.
+restart entry. From the fence on, the server refuses every entry of an older epoch. A job's first claim is one
+transaction; later ones need to see what stands before they say how much of it they keep.
 """
 
 import secrets
@@ -57,6 +58,7 @@ class Known:
     digest: str
     state: State
     seed: int
+    epoch: int
     crashes: int
     was_started: bool
     is_cancelled: bool
@@ -84,23 +86,34 @@ async def look_up(
 ) -> list[Known]:
     """Register each (entry, digest, conversation, tenant, seed given) unless its id is known, and say what is known.
 
-    Whoever registers an id first owns it; all others see that entry's name and are duplicates.
+    Whoever registers an id first owns it; all others see that entry's name and are duplicates. The job hashes are left
+    WATCHed, so that a claim made next on this connection holds only if nothing changed since.
     """
     commands: list[bytes] = []
-    for taken, digest, conversation_id, tenant, seed in entries:
+    hashes = [keys.job(taken.job_id) for taken, *_ in entries]
+    for taken, digest, _, _, seed in entries:
         job = keys.job(taken.job_id)
         drawn = secrets.randbits(63) if seed is None else seed
         commands.append(pack("HSETNX", job, JobField.ENTRY, taken.entry))
         commands.append(pack("HSETNX", job, JobField.DIGEST, digest))
         commands.append(pack("HSETNX", job, JobField.SEED, drawn))
-        commands.append(pack("HMGET", job, *_LOOKED_UP))
+    if hashes:
+        commands.append(pack("WATCH", *hashes))  # after our own writes, which would break it too
+    for taken, _, conversation_id, tenant, _ in entries:
+        commands.append(pack("HMGET", keys.job(taken.job_id), *_LOOKED_UP))
         commands.append(pack("MGET", *_markers(keys, taken.job_id, conversation_id, tenant)))
     replies = [raise_error(reply) for reply in await client.batch(commands)]
-    known = []
-    for idx, (taken, *_) in enumerate(entries):
-        fields, markers = replies[5 * idx + 3], replies[5 * idx + 4]
-        known.append(_known(taken, fields, markers))
-    return known
+    answers = replies[3 * len(entries) + 1 :]
+    return [_known(entry[0], *answers[2 * idx : 2 * idx + 2]) for idx, entry in enumerate(entries)]
+
+
+async def watch(client: Client, keys: Keys, taken: Sequence[Taken]) -> list[Known]:
+    """Look again at registered jobs and WATCH them: another transaction on this connection has ended the watch."""
+    hashes = [keys.job(one.job_id) for one in taken]
+    commands = [pack("WATCH", *hashes)] if hashes else []
+    commands += [pack("HMGET", name, *_LOOKED_UP) for name in hashes]
+    replies = [raise_error(reply) for reply in await client.batch(commands)]
+    return [_known(one, fields, ()) for one, fields in zip(taken, replies[1:], strict=True)]
 
 
 _LOOKED_UP = (
@@ -108,6 +121,7 @@ _LOOKED_UP = (
     JobField.DIGEST,
     JobField.STATE,
     JobField.SEED,
+    JobField.EPOCH,
     JobField.CRASHES,
     JobField.STARTED_AT_MS,
 )
@@ -123,7 +137,7 @@ def _markers(keys: Keys, job_id: str, conversation_id: str | None, tenant: str |
 
 
 def _known(taken: Taken, fields: Sequence[bytes | None], markers: Sequence[bytes | None]) -> Known:
-    entry, digest, state, seed, crashes, started = fields
+    entry, digest, state, seed, epoch, crashes, started = fields
     if entry is None or digest is None or seed is None:
         raise RuntimeError(f"job {taken.job_id}: hash without entry, digest or seed right after they were set")
     return Known(
@@ -131,6 +145,7 @@ def _known(taken: Taken, fields: Sequence[bytes | None], markers: Sequence[bytes
         digest=digest.decode(),
         state=State(state.decode()) if state else State.QUEUED,
         seed=int(seed),
+        epoch=int(epoch or 0),
         crashes=int(crashes or 0),
         was_started=started is not None,
         is_cancelled=_is_cancelled(taken.entry_id, [None if marker is None else marker.decode() for marker in markers]),
@@ -139,10 +154,9 @@ def _known(taken: Taken, fields: Sequence[bytes | None], markers: Sequence[bytes
 
 def _is_cancelled(entry_id: str, markers: Sequence[str | None]) -> bool:
     """markers: that of the id first, then of conversation and tenant."""
-    own, *groups = markers
-    if own is not None and covers_id(own, entry_id):
+    if markers and markers[0] is not None and covers_id(markers[0], entry_id):
         return True
-    return any(marker is not None and covers_group(marker, entry_id) for marker in groups)
+    return any(marker is not None and covers_group(marker, entry_id) for marker in markers[1:])
 
 
 def covers_group(cancel_id: str, entry_id: str) -> bool:
@@ -159,82 +173,111 @@ def covers_id(cancel_id: str, entry_id: str) -> bool:
     return EntryId.parse(entry_id).epoch <= EntryId.parse(cancel_id).epoch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """An entry to claim, and what was known of its job when its hash was watched."""
+
+    taken: Taken
+    known: Known
+    is_crash: bool  # counts as a crash: it was in the batch of a worker that died
+
+    @property
+    def epoch(self) -> int:
+        return self.known.epoch + 1
+
+
 async def claim_jobs(
-    client: Client, keys: Keys, jobs: Sequence[tuple[Taken, bool]], *, worker_id: str, fingerprint: str, now_ms: int
+    client: Client, keys: Keys, wanted: Sequence[Wanted], *, worker_id: str, fingerprint: str, now_ms: int
 ) -> list[Claim | None]:
-    """Claim each (entry, counts as a crash). None: somebody else has it, or it is over."""
-    epochs = await _raise_epochs(client, keys, jobs, worker_id=worker_id, now_ms=now_ms)
-    mine = [(taken, epoch) for (taken, _), epoch in zip(jobs, epochs, strict=True) if epoch is not None]
-    commands: list[bytes] = []
-    for taken, epoch in mine:
-        out = keys.out(taken.job_id)
-        commands.append(pack("XADD", out, str(EntryId(epoch, FENCE_SEQ)), "fence", "1"))
-        commands.append(pack("PERSIST", out))
-        commands.append(pack("XRANGE", out, "-", "+"))
-        commands.append(pack("HGET", keys.job(taken.job_id), JobField.FINGERPRINT))
-    replies = await client.batch(commands)
-    claims: dict[str, Claim] = {}
-    restarts: list[bytes] = []
-    for idx, (taken, epoch) in enumerate(mine):
-        fence, _, entries, old_fingerprint = replies[4 * idx : 4 * idx + 4]
-        if isinstance(fence, ReplyError):
-            if "equal or smaller" not in str(fence):
-                raise fence
-            repaired = await _repair_epoch(client, keys, taken.job_id, epoch)
-            if repaired is None:
-                continue
-            epoch, entries = repaired, await client.call("XRANGE", keys.out(taken.job_id), "-", "+")
-        kept = fold(raise_error(entries))
-        same = not kept.ids or raise_error(old_fingerprint) == fingerprint.encode()
-        claims[taken.job_id] = Claim(epoch=epoch, kept=kept, same_model=same)
-        restart = Restart(keep=len(kept.ids)).to_json()
-        out, job = keys.out(taken.job_id), keys.job(taken.job_id)
-        restarts.append(pack("XADD", out, "NOMKSTREAM", str(EntryId(epoch, RESTART_SEQ)), "restart", restart))
-        restarts.append(pack("HSET", job, JobField.FINGERPRINT, fingerprint) if same else pack("EXISTS", job))
-    answers = await client.batch(restarts)
-    for (job_id, _), answer in zip(list(claims.items()), answers[::2], strict=True):
-        if isinstance(answer, ReplyError) and "equal or smaller" not in str(answer):
-            raise answer
-        if not isinstance(answer, bytes):  # fenced already by somebody newer
-            del claims[job_id]
-    return [claims.get(taken.job_id) for taken, _ in jobs]
-
-
-async def _raise_epochs(
-    client: Client, keys: Keys, jobs: Sequence[tuple[Taken, bool]], *, worker_id: str, now_ms: int
-) -> list[int | None]:
-    """epoch + 1 and state running, unless the job is over. In one transaction; job by job if that is refused."""
-    job_keys = [keys.job(taken.job_id) for taken, _ in jobs]
-    look = [pack("WATCH", *job_keys)] if job_keys else []
-    look += [pack("HGET", key, JobField.STATE) for key in job_keys]
-    _, *states = [raise_error(reply) for reply in await client.batch(look)] or [None]
-    commands: list[bytes] = []
-    live: list[int] = []
-    for idx, (key, state) in enumerate(zip(job_keys, states, strict=True)):
-        if state is None or state.decode() not in TERMINAL_STATES:
-            live.append(idx)
-            commands.append(pack("HINCRBY", key, JobField.EPOCH, 1))
-            commands.append(pack("HINCRBY", key, JobField.CRASHES, 1 if jobs[idx][1] else 0))
-            values = (JobField.STATE, State.RUNNING, JobField.WORKER, worker_id, JobField.CLAIMED_AT_MS, now_ms)
-            commands.append(pack("HSET", key, *values))
-            commands.append(pack("HDEL", key, JobField.STARTED_AT_MS))
-    epochs: list[int | None] = [None] * len(jobs)
-    if not live:
+    """Claim jobs whose hashes are watched. None: somebody else has it, or it is over."""
+    if not wanted:
         await client.call("UNWATCH")
-        return epochs
-    replies = await client.batch([pack("MULTI"), *commands, pack("EXEC")])
+        return []
+    commands = [_claim_commands(keys, one, worker_id, fingerprint, now_ms) for one in wanted]
+    replies = await client.batch([pack("MULTI"), *(command for part in commands for command in part), pack("EXEC")])
     for reply in replies[:-1]:
-        raise_error(reply)
+        raise_error(reply)  # refused while queueing (out of memory, read-only): nothing was written
     executed = raise_error(replies[-1])
     if executed is None:
-        if len(jobs) == 1:
-            return await _raise_epochs(client, keys, jobs, worker_id=worker_id, now_ms=now_ms)
-        for idx, job in enumerate(jobs):
-            epochs[idx] = (await _raise_epochs(client, keys, [job], worker_id=worker_id, now_ms=now_ms))[0]
-        return epochs
-    for position, idx in enumerate(live):
-        epochs[idx] = int(raise_error(executed[4 * position]))
-    return epochs
+        return await _claim_singly(client, keys, wanted, worker_id=worker_id, fingerprint=fingerprint, now_ms=now_ms)
+    claims: list[Claim | None] = []
+    for one, part in zip(wanted, commands, strict=True):
+        answers, executed = executed[: len(part)], executed[len(part) :]
+        claims.append(await _finish_claim(client, keys, one, answers, fingerprint))
+    return claims
+
+
+def _claim_commands(keys: Keys, one: Wanted, worker_id: str, fingerprint: str, now_ms: int) -> list[bytes]:
+    """Always the fence at index 2 and what stands at index 3; the restart too if this is the first claim."""
+    job, out = keys.job(one.taken.job_id), keys.out(one.taken.job_id)
+    values = [JobField.STATE, State.RUNNING, JobField.WORKER, worker_id, JobField.CLAIMED_AT_MS, str(now_ms)]
+    commands = [
+        pack("HSET", job, JobField.EPOCH, one.epoch, JobField.CRASHES, one.known.crashes + int(one.is_crash), *values),
+        pack("HDEL", job, JobField.STARTED_AT_MS),
+        pack("XADD", out, str(EntryId(one.epoch, FENCE_SEQ)), "fence", "1"),
+        pack("XRANGE", out, "-", "+"),
+    ]
+    if one.epoch == 1:
+        commands.append(_restart(out, 1, 0))
+        commands.append(pack("HSET", job, JobField.FINGERPRINT, fingerprint))
+    else:
+        commands.append(pack("PERSIST", out))
+        commands.append(pack("HGET", job, JobField.FINGERPRINT))
+    return commands
+
+
+def _restart(out: str, epoch: int, keep: int) -> bytes:
+    entry_id = str(EntryId(epoch, RESTART_SEQ))
+    return pack("XADD", out, "NOMKSTREAM", entry_id, "restart", Restart(keep=keep).to_json())
+
+
+async def _finish_claim(
+    client: Client, keys: Keys, one: Wanted, answers: Sequence[Reply], fingerprint: str
+) -> Claim | None:
+    """From the transaction's answers; a later epoch says here how much it keeps."""
+    job_id, epoch = one.taken.job_id, one.epoch
+    fence, standing, restart, old_fingerprint = answers[2], raise_error(answers[3]), answers[4], answers[5]
+    if isinstance(fence, ReplyError):
+        if _OLD_ID not in str(fence):
+            raise fence
+        repaired = await _repair_epoch(client, keys, job_id, epoch)
+        if repaired is None:
+            return None
+        epoch, standing = repaired, await client.call("XRANGE", keys.out(job_id), "-", "+")
+        old_fingerprint = await client.call("HGET", keys.job(job_id), JobField.FINGERPRINT)
+    elif epoch == 1:
+        raise_error(restart)
+        return Claim(epoch=1, kept=Kept(), same_model=True)
+    kept = fold(standing)
+    same_model = not kept.ids or raise_error(old_fingerprint) == fingerprint.encode()
+    commands = [_restart(keys.out(job_id), epoch, len(kept.ids))]
+    if same_model:
+        commands.append(pack("HSET", keys.job(job_id), JobField.FINGERPRINT, fingerprint))
+    answer = (await client.batch(commands))[0]
+    if isinstance(answer, ReplyError) and _OLD_ID not in str(answer):
+        raise answer
+    if not isinstance(answer, bytes):
+        return None  # fenced already by somebody newer
+    return Claim(epoch=epoch, kept=kept, same_model=same_model)
+
+
+_OLD_ID = "equal or smaller"  # in the server's refusal of an entry id below the stream's top
+
+
+async def _claim_singly(
+    client: Client, keys: Keys, wanted: Sequence[Wanted], *, worker_id: str, fingerprint: str, now_ms: int
+) -> list[Claim | None]:
+    """A watched job changed, so none was claimed: look at each again, alone."""
+    claims: list[Claim | None] = []
+    for one in wanted:
+        (known,) = await watch(client, keys, [one.taken])
+        if known.state in TERMINAL_STATES or known.entry != one.taken.entry:
+            await client.call("UNWATCH")
+            claims.append(None)
+            continue
+        again = Wanted(taken=one.taken, known=known, is_crash=one.is_crash)
+        claims += await claim_jobs(client, keys, [again], worker_id=worker_id, fingerprint=fingerprint, now_ms=now_ms)
+    return claims
 
 
 async def _repair_epoch(client: Client, keys: Keys, job_id: str, epoch: int) -> int | None:

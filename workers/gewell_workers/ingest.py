@@ -16,7 +16,7 @@ from gewell.errors import InvalidRequest
 from gewell.job import Envelope, Job, Kind, parse_job, read_envelope
 from gewell.protocol import GROUP, RESULT_TTL_S, TERMINAL_STATES, ErrorCode, Keys, State
 from gewell_workers.cancel import CancelLog
-from gewell_workers.claim import Claim, Kept, Known, Taken, claim_jobs, look_up
+from gewell_workers.claim import Claim, Kept, Known, Taken, Wanted, claim_jobs, look_up, watch
 from gewell_workers.clock import ServerClock
 from gewell_workers.dead import bury, bury_nameless
 from gewell_workers.duplicates import answer_conflict, answer_duplicate
@@ -30,9 +30,10 @@ from gewell_workers.resp import Client, pack
 log = logging.getLogger(__name__)
 
 _INLINE_BODY_BYTES = 64 * 1024  # larger bodies are parsed in a thread
+_INLINE_PROMPT_BYTES = 2 * 1024  # larger ones are tokenised in a thread; a small one costs less than the way there
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Draft:
     """One entry on its way in. Exactly one of prompt and ending is set once it is ready to be claimed."""
 
@@ -53,6 +54,10 @@ class _Draft:
     def num_crashes(self) -> int:
         assert self.known is not None
         return self.known.crashes + (1 if self.must_count_crash else 0)
+
+    def wanted(self) -> Wanted:
+        assert self.known is not None
+        return Wanted(taken=self.taken, known=self.known, is_crash=self.must_count_crash)
 
     def end(
         self, state: State, reason: str, code: str | None = None, message: str = "", field: str | None = None
@@ -114,16 +119,18 @@ class Ingest:
             await bury_nameless(self._client, self._keys, nameless)
         drafts = [await self._parse(taken) for taken in entries if taken.job_id]
         await self._look_up(drafts)
-        drafts = [draft for draft in drafts if not await self._is_someone_elses(draft)]
-        drafts = [draft for draft in drafts if not self._park(draft)]
+        others = [draft for draft in drafts if await self._is_someone_elses(draft)]
+        drafts = [draft for draft in drafts if draft not in others and not self._park(draft)]
         for draft in drafts:
             self._judge(draft)
         await asyncio.gather(*(self._prepare(draft) for draft in drafts if draft.ending is None))
         await bury(self._client, self._keys, [(draft.taken, draft.ending) for draft in drafts if draft.ending])
+        if others:  # their transactions have ended our watch
+            await self._watch_again(drafts)
         claims = await claim_jobs(
             self._client,
             self._keys,
-            [(draft.taken, draft.must_count_crash) for draft in drafts],
+            [draft.wanted() for draft in drafts],
             worker_id=self._worker_id,
             fingerprint=self._info.fingerprint,
             now_ms=self._clock.now_ms(),
@@ -131,6 +138,12 @@ class Ingest:
         for draft, claim in zip(drafts, claims, strict=True):
             if claim is not None:
                 self._admit(draft, claim)
+
+    async def _watch_again(self, drafts: Sequence[_Draft]) -> None:
+        seen = await watch(self._client, self._keys, [draft.taken for draft in drafts])
+        for draft, known in zip(drafts, seen, strict=True):
+            assert draft.known is not None
+            draft.known = dataclasses.replace(known, is_cancelled=draft.known.is_cancelled)
 
     async def _parse(self, taken: Taken) -> _Draft:
         if len(taken.body) <= _INLINE_BODY_BYTES:
@@ -206,9 +219,12 @@ class Ingest:
 
     async def _prepare(self, draft: _Draft) -> None:
         assert draft.job is not None
-        loop = asyncio.get_running_loop()
         try:
-            draft.prompt = await loop.run_in_executor(self._threads, self._preparer.prepare, draft.job)
+            if len(draft.taken.body) <= _INLINE_PROMPT_BYTES:
+                draft.prompt = self._preparer.prepare(draft.job)
+            else:
+                loop = asyncio.get_running_loop()
+                draft.prompt = await loop.run_in_executor(self._threads, self._preparer.prepare, draft.job)
         except InvalidRequest as error:
             draft.end(State.ERROR, "error", error.code, error.message, error.field)
         except Exception:  # one job's fault must not stop the intake; the text of the error may quote the prompt

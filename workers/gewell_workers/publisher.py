@@ -97,7 +97,6 @@ class Publisher:
                 try:
                     await self._client.wait_until_up()
                     await self._resolve_unsure()
-                    await self._write_started()
                     await self._write(streams)
                     self._set_trouble(None)
                     break
@@ -148,28 +147,32 @@ class Publisher:
         for start in range(0, len(ending), _MAX_FINISHES):
             await self._finish(ending[start : start + _MAX_FINISHES])
 
-    async def _write_started(self) -> None:
-        started = [stream for stream in self._started if not stream.is_gone]
+    def _started_commands(self) -> list[bytes]:
         now_ms = int(time.time() * 1e3)
-        replies = await self._client.batch(
-            [pack("HSET", self._keys.job(s.job.job_id), JobField.STARTED_AT_MS, now_ms) for s in started]
-        )
-        self._started = []
-        for reply in replies:
-            raise_error(reply)
+        started = [stream for stream in self._started if not stream.is_gone]
+        return [pack("HSET", self._keys.job(s.job.job_id), JobField.STARTED_AT_MS, now_ms) for s in started]
 
     async def _write_chunks(self, streams: Sequence[JobStream]) -> None:
         """One entry a stream a round trip: a refused entry must not be overtaken by its successor."""
-        while streams := [stream for stream in streams if stream.unacked and not stream.is_gone]:
-            commands = []
+        while True:
+            streams = [stream for stream in streams if stream.unacked and not stream.is_gone]
+            started = self._started_commands()
+            if not streams and not started:
+                return
+            commands = list(started)
             for stream in streams:
                 entry_id, name, payload = stream.unacked[0]
                 out = self._keys.out(stream.job.job_id)
                 commands.append(pack("XADD", out, "NOMKSTREAM", str(entry_id), name, payload))
-            replies = await self._client.batch(commands)
+            self._started, noted = [], self._started
+            try:
+                replies = await self._client.batch(commands)
+            except LinkLost:
+                self._started = noted + self._started
+                raise
             messages: list[bytes] = []
-            refused: ReplyError | None = None
-            for stream, reply in zip(streams, replies, strict=True):
+            refused: ReplyError | None = next((r for r in replies[: len(started)] if isinstance(r, ReplyError)), None)
+            for stream, reply in zip(streams, replies[len(started) :], strict=True):
                 if isinstance(reply, bytes):
                     messages += self._messages(stream, [stream.unacked.pop(0)])
                 elif reply is None:
