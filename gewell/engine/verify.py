@@ -20,10 +20,11 @@ from gewell.engine.golden import Case, GoldenFolder
 from gewell.engine.replay import Replay, Schedule, Track, in_mixed_pieces, in_pieces
 from gewell.engine.states import compare_states
 from gewell.engine.verify_drafter import drafter_findings
+from gewell.engine.verify_vision import image_runs, see_images
 from gewell.errors import CheckpointError, ConfigError
 from gewell.model.gemma import GemmaModel
 from gewell.model.kv_plan import plan_kv
-from gewell.weights.checkpoint import load_drafter, load_model
+from gewell.weights.checkpoint import load_drafter, load_model, load_vision
 
 _LOGIT_ROWS = 64  # a large vocabulary is compared in blocks
 
@@ -80,10 +81,12 @@ def verify(
                 verification.findings += drafter_findings(drafter, cases, layout)
             return verification
         model = load_model(model_dir, dtype=dtype, device=device)
+        images, findings = see_images(load_vision(model_dir, dtype=dtype, device=device), cases)
+        verification.findings += findings
         chosen = _chosen("way", only_ways, {way.name: way for way in ways(model.config.sliding_window)})
         for layout in _layouts(model.config):
             model.use_kv_plan(plan_kv(model.config, dtype_bytes=dtype.itemsize, full_layout=layout))
-            verification.findings += _run_layout(model, cases, chosen, layout)
+            verification.findings += _run_layout(model, cases, images, chosen, layout)
     return verification
 
 
@@ -108,18 +111,26 @@ def _layouts(config: ModelConfig) -> Sequence[KVLayout]:
     return list(KVLayout) if any(layer.k_eq_v for layer in config.layers) else [KVLayout.PLAIN]
 
 
-def _run_layout(model: GemmaModel, cases: Sequence[Case], chosen: Sequence[Way], layout: KVLayout) -> Iterator[Finding]:
+def _run_layout(
+    model: GemmaModel,
+    cases: Sequence[Case],
+    images: Mapping[str, Tensor],
+    chosen: Sequence[Way],
+    layout: KVLayout,
+) -> Iterator[Finding]:
     geometry = model.kv_plan.geometry
     lengths = [len(case.prompt_ids) + len(case.greedy_ids) for case in cases]
     replay = Replay(model, num_pages=sum(geometry.num_pages(length) + 4 for length in lengths))
     for way in chosen:
         groups = [cases] if way.is_together else [[case] for case in cases]
         for group in groups:
-            yield from _run_group(replay, group, way, layout)
+            yield from _run_group(replay, group, images, way, layout)
 
 
-def _run_group(replay: Replay, cases: Sequence[Case], way: Way, layout: KVLayout) -> Iterator[Finding]:
-    tracks = [_track(replay, case) for case in cases]
+def _run_group(
+    replay: Replay, cases: Sequence[Case], images: Mapping[str, Tensor], way: Way, layout: KVLayout
+) -> Iterator[Finding]:
+    tracks = [_track(replay, case, images.get(case.name)) for case in cases]
     case_of = {id(track): case for track, case in zip(tracks, cases, strict=True)}
     differences = {case.name: 0.0 for case in cases}
     wrong_ids = {case.name: 0 for case in cases}
@@ -162,6 +173,12 @@ def _run_group(replay: Replay, cases: Sequence[Case], way: Way, layout: KVLayout
             yield Finding(**common, what="greedy ids", difference=float(wrong_ids[case.name]), tolerance=0.0)
 
 
-def _track(replay: Replay, case: Case) -> Track:
-    # The last greedy id is chosen, never fed back.
-    return Track(token_ids=case.prompt_ids + case.greedy_ids[:-1], sequence=replay.new_sequence())
+def _track(replay: Replay, case: Case, image_embeds: Tensor | None) -> Track:
+    config = replay.model.config
+    return Track(
+        token_ids=case.prompt_ids + case.greedy_ids[:-1],  # the last greedy id is chosen, never fed back
+        sequence=replay.new_sequence(),
+        image_runs=image_runs(case.prompt_ids, config.tokens.image) if image_embeds is not None else (),
+        image_embeds=image_embeds,
+        are_images_bidirectional=config.has_bidirectional_images,
+    )

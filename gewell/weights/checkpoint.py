@@ -18,6 +18,7 @@ from gewell.errors import CheckpointError
 from gewell.model.drafter import Drafter
 from gewell.model.gemma import GemmaModel, WeightSlot
 from gewell.model.kv_plan import plan_kv
+from gewell.model.vision import VisionTower
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -276,6 +277,24 @@ def load_drafter(model_dir: Path, target: GemmaModel, *, progress: Progress | No
     )
     drafter.finish_loading()
     return drafter
+
+
+def load_vision(
+    model_dir: Path, *, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None
+) -> VisionTower | None:
+    """The vision tower beside a text model, or None when there is none. Raises CheckpointError or ConfigError."""
+    config = ModelConfig.from_dir(model_dir)
+    if config.vision is None:
+        return None
+    tower = VisionTower(config, dtype=dtype, device=device)
+    fill(
+        Checkpoint.open(model_dir),
+        tower.weight_slots(),
+        prefixes=("model.", ""),
+        is_ignored=lambda stored: not stored.removeprefix("model.").startswith(("vision_tower.", "embed_vision.")),
+        progress=progress,
+    )
+    return tower
 
 
 def _is_elsewhere(stored: str, config: ModelConfig) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-TEXT_FOLDERS = ("gemma3-text", "gemma4-dense", "gemma4-moe", "gemma4-edge")
+TEXT_FOLDERS = ("gemma3-text", "gemma4-dense", "gemma4-moe", "gemma4-edge", "gemma4-vision")
 
 
 def copy_of(name: str, target: Path) -> Path:
