@@ -10,6 +10,7 @@ import typer
 from gewell.errors import InvalidRequest, JobFailed
 from gewell.protocol import Channel, Chunk, EntryId, FinalRecord, Lane, State
 from gewell_producers.cli.options import AsJson, Namespace, Redis, connect, parse_pairs
+from gewell_producers.cli.terminal import printable
 from gewell_producers.client import Client, Stream
 from gewell_producers.job import Job, new_job_id
 
@@ -134,13 +135,13 @@ def cancel(
 
 def _show(stream: Stream, as_json: bool) -> FinalRecord:
     """Print a stream as it comes. Reasoning and tool calls go to standard error, so that a pipe gets the answer."""
-    ends_line = True
+    ends_line, is_terminal = True, sys.stdout.isatty()
     for chunk in stream:
         if as_json:
             line = {"entry": str(stream.last), **orjson.loads(chunk.to_json())}
             print(orjson.dumps(line).decode(), flush=True)
         elif chunk.channel is Channel.CONTENT:
-            print(chunk.text, end="", flush=True)
+            print(printable(chunk.text) if is_terminal else chunk.text, end="", flush=True)
             ends_line = chunk.text.endswith("\n") if chunk.text else ends_line
         else:
             print(_aside(chunk), end="", file=sys.stderr, flush=True)
@@ -156,7 +157,7 @@ def _aside(chunk: Chunk) -> str:
     text = chunk.text
     if chunk.tool is not None:
         text = (f"\n{chunk.tool.name} " if chunk.tool.name else "") + chunk.tool.arguments_delta
-    return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
+    return f"\x1b[2m{printable(text)}\x1b[0m" if sys.stderr.isatty() else text
 
 
 def _print_record(record: FinalRecord, out: TextIO) -> None:

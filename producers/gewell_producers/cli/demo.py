@@ -1,0 +1,135 @@
+"""`gewell demo`: a writer + critic loop through the queue, on a server and a worker of its own."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gewell.errors import CheckpointError
+from gewell.model_store import model_path
+from gewell.protocol import WorkerField
+from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from gewell_producers.async_client import AsyncClient
+from gewell_producers.demo.loop import WriterCritic
+from gewell_producers.demo.processes import server_and_worker
+from gewell_producers.demo.script import STORIES
+from gewell_producers.demo.view import LineView, LiveView, summary_table
+
+DEFAULT_MODEL = "gemma3-270m"
+SCRIPTED = "scripted"  # the worker's engine without weights
+LEAST_REUSE = 0.95  # of what could be reused; below it the demo counts as failed
+HEARTBEAT_WAIT_S = 10.0
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(help="A model folder or the name of a stored model; `scripted` needs no weights.")
+    ] = DEFAULT_MODEL,
+    conversations: Annotated[int, typer.Option(min=1, max=512, help="Stories that grow side by side.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, max=32, help="Parts of each story.")] = 3,
+    rows: Annotated[int | None, typer.Option(help="Most rows in a step; default: by the device.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines, also in a terminal.")] = False,
+) -> None:
+    """Let a writer and a critic work on stories through the queue, and show how much of it came from the cache.
+
+    Starts a server and a worker of its own and removes them at the end. Exit code 1 when a job failed or less than
+    95 % of the reusable prompt tokens were reused.
+    """
+    console = Console(highlight=False)
+    folder = None if model == SCRIPTED else _model_folder(model)
+    tokenizer = ByteTokenizer() if folder is None else load_tokenizer(folder)
+    with _sigterm_as_exit(), contextlib.ExitStack() as stack:
+        with console.status(f"starting a server and a worker with {model}"):
+            started_s = time.monotonic()
+            url = stack.enter_context(server_and_worker(model if folder is None else str(folder), rows=rows))
+        console.print(f"server and worker with {model} ready after {time.monotonic() - started_s:.1f} s")
+        num_jobs = WriterCritic.num_jobs(conversations, turns)
+        is_live = console.is_terminal and not plain
+        view = LiveView(console, num_jobs, conversations) if is_live else LineView(console)
+        with view:
+            rows_of_table, problems = asyncio.run(_run(url, tokenizer, view, conversations, turns))
+    console.print(summary_table(rows_of_table))
+    for problem in problems:
+        print(f"gewell: {problem}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+
+
+async def _run(
+    url: str, tokenizer: Tokenizer, view: LineView | LiveView, conversations: int, turns: int
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Run the loop; returns the table's rows and what was not as it should be."""
+    async with AsyncClient(url, namespace="gewell") as client:
+        loop = WriterCritic(client, STORIES, tokenizer, view)
+        started_s = time.monotonic()
+        await loop.run(conversations, turns)
+        elapsed_s = time.monotonic() - started_s
+        decode_rows = await _mean_decode_rows(client, loop.tally.num_jobs)
+    tally, ledger = loop.tally, loop.ledger
+    share = tally.num_cached / ledger.num_reusable if ledger.num_reusable else 1.0
+    rows = [
+        ("conversations", f"{conversations}"),
+        ("jobs", f"{tally.num_jobs}"),
+        ("errors", f"{tally.num_errors}"),
+        ("seconds", f"{elapsed_s:.1f}"),
+        ("answered tokens", f"{tally.num_output_tokens}"),
+        ("tokens/s", f"{tally.num_output_tokens / elapsed_s:.1f}"),
+        ("mean decode rows", decode_rows),
+        ("prompt tokens", f"{ledger.num_prompt_tokens}"),
+        ("reusable", f"{ledger.num_reusable} ({ledger.num_reusable / ledger.num_prompt_tokens:.1%})"),
+        ("reused", f"{tally.num_cached} ({share:.1%} of reusable)"),
+    ]
+    problems = []
+    if tally.num_errors:
+        problems.append(f"{tally.num_errors} of {tally.num_jobs} jobs failed")
+    if share < LEAST_REUSE:
+        problems.append(f"only {share:.1%} of the reusable prompt tokens were reused, {LEAST_REUSE:.0%} is expected")
+    return rows, problems
+
+
+async def _mean_decode_rows(client: AsyncClient, num_jobs: int) -> str:
+    """From the first heartbeat that has seen all jobs."""
+    deadline = time.monotonic() + HEARTBEAT_WAIT_S
+    while time.monotonic() < deadline:
+        for facts in (await client.worker_facts()).values():
+            if int(facts.get(WorkerField.NUM_FINISHED, 0)) >= num_jobs:
+                return f"{float(facts[WorkerField.MEAN_DECODE_ROWS]):.1f}"
+        await asyncio.sleep(0.1)
+    return "unknown"
+
+
+def _model_folder(model: str) -> Path:
+    """The model's folder; the default model is fetched when it is not here, after its terms were shown."""
+    try:
+        return model_path(model)
+    except CheckpointError:
+        if model != DEFAULT_MODEL:
+            raise
+    print(f"{model} is not on this machine yet; getting it (about 300 MB)", flush=True)
+    got = subprocess.run([sys.executable, "-m", "gewell", "model", "get", model], check=False)
+    if got.returncode:
+        raise typer.Exit(got.returncode)
+    return model_path(model)
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that server and worker are stopped."""
+
+    def leave(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
