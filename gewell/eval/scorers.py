@@ -45,9 +45,10 @@ def _lines(expected: str, answer: str) -> float:
 
 def _json(expected: str, answer: str) -> float:
     try:
-        return float(json.loads(expected) == json.loads(answer))
+        is_same: bool = json.loads(expected) == json.loads(answer)
     except ValueError:
         return 0.0
+    return float(is_same)
 
 
 _SCORERS: dict[Scorer, Callable[[str, str], float]] = {

@@ -16,18 +16,22 @@ TASK_NAMES = tuple(TASKS)
 
 # Share of tokens. Records come in all lengths up to the curriculum's, so their share of samples is far smaller.
 MIXTURE = {
-    "records": 0.45,
+    "records": 0.42,
     "niah": 0.12,
     "recall": 0.09,
     "writer": 0.06,
     "critic": 0.08,
     "json": 0.05,
-    "arithmetic": 0.08,
-    "sort": 0.02,
+    "arithmetic": 0.10,
+    "sort": 0.025,
     "copy": 0.02,
     "tool": 0.025,
     "smalltalk": 0.005,
 }
+
+
+# How much a token of a task's answers counts. Short answers to long prompts would be drowned by long copies.
+WEIGHTS = {"critic": 4.0, "tool": 2.0, "recall": 2.0, "records": 1.5, "niah": 1.5}
 
 
 class Row(NamedTuple):
@@ -117,7 +121,7 @@ def training_rows(
         if held:
             encoded, held = held[0], None
         else:
-            num_tokens = min(Lengths(longest=longest()).draw(rng), row_tokens - 400)
+            num_tokens = min(Lengths(longest=longest()).draw(rng), row_tokens - 100)
             if task == "niah":
                 num_tokens = max(num_tokens, 400)
             encoded = encode(make_sample(task, Split.TRAIN, seed, idx, count=count, num_tokens=num_tokens))

@@ -185,6 +185,6 @@ class Twin(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden_size] -> [rows, vocab_size] float32, after the soft-cap."""
-        logits = F.linear(hidden, self.embed_tokens.weight.to(hidden.dtype)).float()
+        logits = F.linear(hidden.float(), self.embed_tokens.weight)
         cap = self.config.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -73,9 +73,7 @@ def make_copy(request: Request) -> Sample:
         parts = [f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}" for _ in range(rng.randint(2, 12))]
     glue = "\n" if kind == "lines" else " "
     if rng.random() < 0.15:
-        return Sample(
-            task="copy", messages=[user(f"Reverse:\n{glue.join(parts)}")], answer=glue.join(reversed(parts))
-        )
+        return Sample(task="copy", messages=[user(f"Reverse:\n{glue.join(parts)}")], answer=glue.join(reversed(parts)))
     return Sample(
         task="copy",
         messages=[user(f"Copy:\n{glue.join(parts)}")],

@@ -1,5 +1,6 @@
 """Facts told over several turns of a chat and asked for later, with and without thinking."""
 
+from collections.abc import Callable
 from random import Random
 
 from gewell.eval.tasks.sample import Request, Sample, assistant, system, user
@@ -9,7 +10,7 @@ _NOTED = "Noted."
 _SYSTEM = ("You are a helpful assistant.", "Answer briefly.")
 
 # What a fact is about: the statement, the question, and how its value is drawn.
-_FACTS = (
+_FACTS: tuple[tuple[str, str, Callable[[Random], str]], ...] = (
     ("My name is {v}.", "What is my name?", lambda rng: rng.choice(FIRST_NAMES)),
     ("My last name is {v}.", "What is my last name?", lambda rng: rng.choice(LAST_NAMES)),
     ("I live in {v}.", "Where do I live?", lambda rng: rng.choice(CITIES)),

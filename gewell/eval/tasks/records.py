@@ -5,6 +5,7 @@ only from one line, far back.
 """
 
 from random import Random
+from typing import Any
 
 from gewell.eval.scorers import Scorer
 from gewell.eval.tasks.sample import CountTokens, Request, Sample, assistant, user
@@ -89,23 +90,26 @@ _FILLERS = (
 
 
 def make_records(request: Request) -> Sample:
-    """Records, then one to four questions, each for one key or for several."""
-    rng = request.rng
+    """Records, then one or more questions, each for one key or for several; all of it about `num_tokens` long."""
+    rng, num_tokens = request.rng, request.num_tokens
+    num_turns = 1 if num_tokens < 200 else rng.randint(1, 4) if num_tokens < 1500 else rng.randint(1, 8)
+    most_keys = min(32, max(2, num_tokens // 40))
+    sizes = [1 if rng.random() < 0.2 else rng.randint(2, most_keys) for _ in range(num_turns)]
+    num_other_tokens = sum(sizes) * request.count("cold-apple\ncold-apple=1234\n") + 30 * num_turns
     book = RecordBook(
         rng,
-        max(24, request.num_tokens),
+        max(24, num_tokens - num_other_tokens),
         request.count,
         filler_share=rng.choice((0.0, 0.0, 0.25, 0.5, 0.75)),
         update_share=rng.choice((0.0, 0.1, 0.25)),
     )
-    thinking = rng.random() < 0.15
-    messages = []
-    num_turns = 1 if request.num_tokens < 200 else rng.choice((1, 2, 3, 4))
-    for turn in range(num_turns):
-        question, answer, keys = _question(rng, book, request.num_tokens)
+    messages: list[dict[str, Any]] = []
+    for turn, num_keys in enumerate(sizes):
+        question, answer, keys = _question(rng, book, num_keys)
         messages.append(user(f"{HEAD}{book.text}\n{question}" if turn == 0 else question))
         if turn < num_turns - 1:
             messages.append(assistant(answer))
+    thinking = rng.random() < 0.15
     thought = f"Look up {keys[0]}." if len(keys) == 1 else f"Look up {len(keys)} keys, from {keys[0]} on."
     return Sample(
         task="records",
@@ -124,7 +128,9 @@ def make_torture(request: Request, *, num_keys: int = 16) -> Sample:
     """
     rng = request.rng
     num_other_tokens = num_keys * request.count(record_line("cold-apple", "1234")) * 2 + 64
-    book = RecordBook(rng, max(64, request.num_tokens - num_other_tokens), request.count, filler_share=0.5, update_share=0.1)
+    book = RecordBook(
+        rng, max(64, request.num_tokens - num_other_tokens), request.count, filler_share=0.5, update_share=0.1
+    )
     keys = book.some_keys(num_keys)
     question = ASK_MANY[0].format(keys="\n".join(keys))
     return Sample(
@@ -135,18 +141,16 @@ def make_torture(request: Request, *, num_keys: int = 16) -> Sample:
     )
 
 
-def _question(rng: Random, book: RecordBook, num_tokens: int) -> tuple[str, str, list[str]]:
-    if rng.random() < 0.2:
-        known = rng.random() < 0.85
-        key = book.some_keys(1)[0] if known and book.values else book.unused_key()
+def _question(rng: Random, book: RecordBook, num_keys: int) -> tuple[str, str, list[str]]:
+    if num_keys == 1:
+        key = book.some_keys(1)[0] if rng.random() < 0.85 else book.unused_key()
         return rng.choice(ASK_ONE).format(key=key), book.values.get(key, UNKNOWN), [key]
-    most = 4 if num_tokens < 200 else 16 if num_tokens < 600 else 24
-    keys = book.some_keys(rng.randint(2, most)) or [book.unused_key()]
+    keys = book.some_keys(num_keys)
     return rng.choice(ASK_MANY).format(keys="\n".join(keys)), _values_answer(book, keys), keys
 
 
 def _values_answer(book: RecordBook, keys: list[str]) -> str:
-    return "\n".join(f"{key}={book.values.get(key, UNKNOWN)}" for key in keys)
+    return "\n".join(f"{key}={book.values[key]}" for key in keys)
 
 
 def _value(rng: Random) -> str:

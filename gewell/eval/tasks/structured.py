@@ -1,13 +1,15 @@
 """JSON after a schema: the fields that the schema asks for, in its order and types, from a line of facts."""
 
 import json
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from gewell.eval.scorers import Scorer
 from gewell.eval.tasks.sample import Request, Sample, user
 from gewell.eval.tasks.words import CITIES, COLOURS, FIRST_NAMES, ITEMS, LAST_NAMES
 
-_FIELDS = {
+_FIELDS: dict[str, tuple[str, Callable[[Random], Any]]] = {
     "name": ("string", lambda rng: f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"),
     "city": ("string", lambda rng: rng.choice(CITIES)),
     "item": ("string", lambda rng: rng.choice(ITEMS)),

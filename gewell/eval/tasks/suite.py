@@ -33,6 +33,8 @@ def make_sample(task: str, split: Split, seed: int, idx: int, *, count: CountTok
     return TASKS[task](Request(sample_rng(task, split, seed, idx), split, num_tokens, count))
 
 
-def held_out(task: str, num_samples: int, *, count: CountTokens, num_tokens: int = 300, seed: int = 0) -> Iterator[Sample]:
+def held_out(
+    task: str, num_samples: int, *, count: CountTokens, num_tokens: int = 300, seed: int = 0
+) -> Iterator[Sample]:
     for idx in range(num_samples):
         yield make_sample(task, Split.HELD_OUT, seed, idx, count=count, num_tokens=num_tokens)

@@ -33,7 +33,10 @@ def make_tool(request: Request) -> Sample:
         return Sample(task="tool", messages=[user(question)], tools=tools, call=call)
     messages = [
         user(question),
-        {**assistant(""), "tool_calls": [{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}]},
+        {
+            **assistant(""),
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}],
+        },
         {"role": "tool", "tool_call_id": "1", "content": result},
     ]
     return Sample(task="tool", messages=messages, tools=tools, answer=said)

@@ -1,10 +1,10 @@
 """A writer keeps a record and applies remarks; a critic compares the record with the facts.
 
-The two prompts are functions here so that whoever runs the loop asks as the model has learned it: the writer starts from
-a record with faults, the critic names the first of them, the writer repairs it, until the critic accepts.
+The two prompts are functions here so that whoever runs the loop asks as the model has learned it: the writer starts
+from a record with faults, the critic names the first of them, the writer repairs it, until the critic accepts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -18,7 +18,7 @@ ACCEPTED = "accepted"
 Fields = Mapping[str, str]
 
 # Nothing but the facts says a field's value, so a fault cannot be seen from the record alone.
-_FIELDS = {
+_FIELDS: dict[str, Callable[[Random], str]] = {
     "client": lambda rng: f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
     "item": lambda rng: rng.choice(ITEMS),
     "colour": lambda rng: rng.choice(COLOURS),
