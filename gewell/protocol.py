@@ -112,6 +112,10 @@ def is_valid_id(value: object) -> bool:
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
+def is_valid_namespace(value: str) -> bool:
+    return _NAMESPACE.fullmatch(value) is not None
+
+
 def check_id(value: object, name: str) -> str:
     """Return `value` if it is a usable id, else raise InvalidRequest naming `name`."""
     if not isinstance(value, str) or _ID.fullmatch(value) is None:
@@ -129,7 +133,7 @@ class Keys:
     ns: str = DEFAULT_NAMESPACE
 
     def __post_init__(self) -> None:
-        if _NAMESPACE.fullmatch(self.ns) is None:
+        if not is_valid_namespace(self.ns):
             raise InvalidRequest(
                 ErrorCode.INVALID_REQUEST, f"ns: {self.ns!r} is not 1 to 64 characters of A-Z a-z 0-9 . _ -", "ns"
             )

@@ -155,7 +155,7 @@ async def _measure_publishing(num_streams: int, step_s: float, seconds: float) -
     engine = _MetronomeEngine(job_ids, step_s)
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder)) as server:
         client = redis.Redis.from_url(server.url)
-        output = OutputLink(lambda kind, body: None, lambda: None)
+        output = OutputLink()
         await output.start(_setup(server.url, keys.ns))
         for job_id in job_ids:
             client.hset(keys.job(job_id), mapping={"epoch": 1, "state": "running"})
@@ -206,8 +206,6 @@ def _setup(url: str, ns: str) -> dict[str, object]:
         "redis_timeout_s": 5.0,
         "ns": ns,
         "worker_id": f"bench-{os.getpid()}",
-        "model": "bench",
-        "fingerprint": "bench",
         "model_dir": None,
         "flush_s": 0.05,
         "flush_tokens": 16,

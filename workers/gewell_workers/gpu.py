@@ -14,12 +14,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gewell.engine.api import Engine, Event, FinishedEvent
 from gewell.errors import QueueError
 from gewell.protocol import CANCEL_STREAM_TTL_S, CTL_STREAM_TTL_S, ControlVerb, Lane, WorkerField
+from gewell.text.chat import ChatRenderer
 from gewell_workers.cancel import Cancel, CancelLog, hits_held, hits_parked, parse_cancel, set_markers
 from gewell_workers.claim import Taken
 from gewell_workers.clock import ServerClock
@@ -31,7 +33,7 @@ from gewell_workers.jobs import JobTable, ParkedJob
 from gewell_workers.lanes import LaneReader, entries_of
 from gewell_workers.lease import Lease
 from gewell_workers.output_link import OutputLink
-from gewell_workers.prepare import Preparer
+from gewell_workers.prepare import Preparer, load_renderer
 from gewell_workers.resp import Argument, Client, LinkLost, Reply, ReplyError, describe, pack, raise_error
 from gewell_workers.server_check import check_server, publish_info
 
@@ -53,14 +55,12 @@ class Worker:
     def __init__(
         self,
         config: WorkerConfig,
-        engine: Engine,
-        model_dir: Path | None,
+        parts: "Parts",
         *,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """model_dir None: the scripted engine, whose ids are bytes."""
+        engine = parts.engine
         self._config = config
-        self._model_dir = model_dir
         self._info = engine.info
         self._keys = config.keys
         self._on_ready = on_ready
@@ -70,7 +70,7 @@ class Worker:
         self._is_draining = False
         self._paused: set[Lane] = set()
         self._trouble: str | None = None
-        self._promise = "unknown"
+        self._promise = parts.promise
         self._leaving: set[str] = set()  # cancelled in the engine because their stream here is over
         self._deadlines: list[tuple[int, str, int]] = []
         self._started_at_ms = int(time.time() * 1e3)
@@ -79,7 +79,9 @@ class Worker:
         self._cancels = CancelLog()
         self._clock = ServerClock()
         self._engine = EngineThread(engine, self._on_events, self._on_started, self._on_engine_failure)
-        self._output = OutputLink(self._on_output, self._on_output_end)
+        self._output = parts.output
+        self._output.on_frame, self._output.on_end = self._on_output, self._on_output_end
+        self._output.identify(self._info.model, self._info.fingerprint)
         self._read_client = self._client("read")
         self._intake_client = self._client("intake")
         self._lease_client = self._client("lease")
@@ -97,7 +99,7 @@ class Worker:
             self._keys,
             worker_id=config.worker_id,
             info=self._info,
-            preparer=Preparer(self._info, model_dir),
+            preparer=Preparer(self._info, parts.chat),
             table=self._table,
             engine=self._engine,
             output=self._output,
@@ -108,8 +110,8 @@ class Worker:
 
     async def run(self) -> int:
         """Serve until drained, failed or told to end; returns the exit code."""
-        await self._connect()
-        await self._start_output()
+        await self._intake_client.wait_until_up()
+        await self._clock.measure(self._intake_client)
         self._engine.start()
         loops = (self._beat_loop, self._read_loop, self._take_over_loop, self._watch_loop, self._tick_loop)
         for loop in loops:
@@ -138,31 +140,6 @@ class Worker:
     def _client(self, role: str) -> Client:
         name = f"{self._config.worker_id}.{role}"
         return Client(self._config.redis_url, name=name, timeout_s=self._config.redis_timeout_s)
-
-    async def _connect(self) -> None:
-        if not self._config.wait_for_redis:
-            try:
-                await self._intake_client.connect()
-            except ReplyError as error:
-                raise QueueError(f"{describe(self._config.redis_url)} refuses us: {error}") from error
-        await self._intake_client.wait_until_up()
-        self._promise = await check_server(self._intake_client, self._config.redis_url)
-        await self._clock.measure(self._intake_client)
-
-    async def _start_output(self) -> None:
-        config = self._config
-        setup = {
-            "redis_url": config.redis_url,
-            "redis_timeout_s": config.redis_timeout_s,
-            "ns": config.ns,
-            "worker_id": config.worker_id,
-            "model": self._info.model,
-            "fingerprint": self._info.fingerprint,
-            "model_dir": None if self._model_dir is None else str(self._model_dir),
-            "flush_s": config.flush_s,
-            "flush_tokens": config.flush_tokens,
-        }
-        await self._output.start(setup)
 
     def _end(self, code: int) -> None:
         if not self._stop.done():
@@ -475,22 +452,49 @@ def _text_fields(flat: list[bytes]) -> dict[str, str]:
     }
 
 
-async def serve(worker: Worker) -> int:
-    """Run a worker with signals: the first SIGTERM or SIGINT drains, the second ends the process at once."""
-    loop = asyncio.get_running_loop()
-    num_signals = 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What takes long to make, made side by side."""
 
-    def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1:
-            log.warning("second signal: leaving now; held jobs are taken over when our lease ends")
-            os._exit(EXIT_NOW)
-        worker.drain()
+    engine: Engine
+    chat: ChatRenderer
+    output: OutputLink
+    promise: str  # of the server's persistence
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return await worker.run()
+
+async def make_parts(config: WorkerConfig, make_engine: Callable[[], Engine], model_dir: Path | None) -> Parts:
+    """Reach the server first, then load weights, tokenizers and output process at the same time.
+
+    Raises QueueError when there is no usable server and `wait_for_redis` is off.
+    """
+    client = Client(config.redis_url, name=f"{config.worker_id}.start", timeout_s=config.redis_timeout_s)
+    if not config.wait_for_redis:
+        try:
+            await client.connect()
+        except ReplyError as error:
+            raise QueueError(f"{describe(config.redis_url)} refuses us: {error}") from error
+    await client.wait_until_up()
+    promise = await check_server(client, config.redis_url)
+    client.close()
+    output = OutputLink()
+    engine, chat, _ = await asyncio.gather(
+        asyncio.to_thread(make_engine),
+        asyncio.to_thread(load_renderer, model_dir),
+        output.start(_output_setup(config, model_dir)),
+    )
+    return Parts(engine=engine, chat=chat, output=output, promise=promise)
+
+
+def _output_setup(config: WorkerConfig, model_dir: Path | None) -> dict[str, Any]:
+    return {
+        "redis_url": config.redis_url,
+        "redis_timeout_s": config.redis_timeout_s,
+        "ns": config.ns,
+        "worker_id": config.worker_id,
+        "model_dir": None if model_dir is None else str(model_dir),
+        "flush_s": config.flush_s,
+        "flush_tokens": config.flush_tokens,
+    }
 
 
 def run_worker(
@@ -500,17 +504,40 @@ def run_worker(
     *,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
-    """Make the engine, serve, return the exit code. Raises QueueError if there is no server and we may not wait."""
+    """Make the engine, serve, return the exit code. model_dir None: the scripted engine, whose ids are bytes.
 
+    The first SIGTERM or SIGINT drains, the second ends the process at once. Raises QueueError if there is no server
+    and we may not wait, and whatever the engine's making raises.
+    """
     # The loop gives the GIL up at every system call and must win it back from the engine thread: 5 ms each at the
     # default interval, when steps are pure Python. Torch releases it by itself.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-
-    async def main() -> int:
-        return await serve(Worker(config, make_engine(), model_dir, on_ready=on_ready))
-
-    code = asyncio.run(main())
+    code = asyncio.run(_run(config, make_engine, model_dir, on_ready))
     if code in (EXIT_STALLED, EXIT_ENGINE):
         sys.stderr.flush()
         os._exit(code)  # a thread may hang inside the engine; an ordinary exit would wait for it
     return code
+
+
+async def _run(
+    config: WorkerConfig,
+    make_engine: Callable[[], Engine],
+    model_dir: Path | None,
+    on_ready: Callable[[], None] | None,
+) -> int:
+    loop = asyncio.get_running_loop()
+    worker: Worker | None = None
+    num_signals = 0
+
+    def on_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if worker is None or num_signals > 1:
+            log.warning("leaving now; held jobs, if any, are taken over when our lease ends")
+            os._exit(EXIT_NOW)
+        worker.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    worker = Worker(config, await make_parts(config, make_engine, model_dir), on_ready=on_ready)
+    return await worker.run()

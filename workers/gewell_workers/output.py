@@ -73,8 +73,6 @@ class OutputProcess:
         self.publisher = Publisher(
             self.client,
             Keys(setup["ns"]),
-            model=setup["model"],
-            fingerprint=setup["fingerprint"],
             flush_s=setup["flush_s"],
             flush_tokens=setup["flush_tokens"],
             on_done=self._on_done,
@@ -90,6 +88,8 @@ class OutputProcess:
                 self._on_open(OpenJob(**body))
             case "end":
                 self._on_end(EndJob(**body))
+            case "identity":
+                self.publisher.model, self.publisher.fingerprint = body["model"], body["fingerprint"]
             case "started":
                 self.publisher.note_started([self._streams[job_id] for job_id in body if job_id in self._streams])
             case "expire":

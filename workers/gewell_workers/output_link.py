@@ -12,11 +12,15 @@ from gewell_workers.messages import EndJob, FrameProtocol, OpenJob, step_body
 
 
 class OutputLink:
-    """Writing never waits. on_frame(kind, body): the process says ready, stop, done, trouble; on_end(): it is gone."""
+    """Writing never waits. Start it early: it loads its tokenizer while the model is loaded.
 
-    def __init__(self, on_frame: Callable[[str, Any], None], on_end: Callable[[], None]) -> None:
-        self._on_frame = on_frame
-        self._on_end = on_end
+    on_frame(kind, body)   the process says stop, drop, done, trouble
+    on_end()               it is gone, and nobody had asked it to go
+    """
+
+    def __init__(self) -> None:
+        self.on_frame: Callable[[str, Any], None] = lambda kind, body: None
+        self.on_end: Callable[[], None] = lambda: None
         self._ready = asyncio.Event()
         self._frames: FrameProtocol | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -48,6 +52,10 @@ class OutputLink:
             raise EngineError(f"the output process was not ready in {timeout_s:g} s") from None
         if self._has_ended:
             raise EngineError(f"the output process ended at start with code {await self._process.wait()}")
+
+    def identify(self, model: str, fingerprint: str) -> None:
+        """What the records will name; before the first job."""
+        self._write("identity", {"model": model, "fingerprint": fingerprint})
 
     def open(self, job: OpenJob) -> None:
         self._write("open", job)
@@ -87,11 +95,11 @@ class OutputLink:
         if frame["kind"] == "ready":
             self._ready.set()
         else:
-            self._on_frame(frame["kind"], frame["body"])
+            self.on_frame(frame["kind"], frame["body"])
 
     def _ended(self) -> None:
         self._has_ended = True
         if not self._ready.is_set():
             self._ready.set()
         elif not self._is_closing:
-            self._on_end()
+            self.on_end()

@@ -26,14 +26,18 @@ class Prompt:
     warnings: tuple[str, ...] = ()
 
 
+def load_renderer(model_dir: Path | None) -> ChatRenderer:
+    """Tokenizer and templates of a model folder. None: no files; ids are bytes (the scripted engine)."""
+    tokenizer: Tokenizer = ByteTokenizer() if model_dir is None else load_tokenizer(model_dir)
+    return load_chat(model_dir or Path(), tokenizer)
+
+
 class Preparer:
     """Turns parsed jobs into prompts of one model. Safe to use from several threads."""
 
-    def __init__(self, info: EngineInfo, model_dir: Path | None) -> None:
-        """model_dir None: no files; ids are bytes (the scripted engine)."""
+    def __init__(self, info: EngineInfo, chat: ChatRenderer) -> None:
         self._info = info
-        self.tokenizer: Tokenizer = ByteTokenizer() if model_dir is None else load_tokenizer(model_dir)
-        self._chat: ChatRenderer = load_chat(model_dir or Path(), self.tokenizer)
+        self._chat = chat
 
     def prepare(self, job: Job) -> Prompt:
         """Raises InvalidRequest for what this model or worker cannot do."""

@@ -34,8 +34,6 @@ class Publisher:
         client: Client,
         keys: Keys,
         *,
-        model: str,
-        fingerprint: str,
         flush_s: float,
         flush_tokens: int,
         on_done: Callable[[JobStream, Outcome, FinalRecord | None], None],
@@ -43,8 +41,8 @@ class Publisher:
     ) -> None:
         self._client = client
         self._keys = keys
-        self._model = model
-        self._fingerprint = fingerprint
+        self.model = ""
+        self.fingerprint = ""
         self._flush_s = flush_s
         self._flush_tokens = flush_tokens
         self._on_done = on_done
@@ -191,7 +189,7 @@ class Publisher:
             stream.make_entries()
             finishes.append(
                 Finish(
-                    record=stream.record(self._model, self._fingerprint),
+                    record=stream.record(self.model, self.fingerprint),
                     chunks=list(stream.unacked),
                     reopen=stream.reopen,
                     end_id=stream.peek_id(),

@@ -6,14 +6,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gewell.embedded import EmbeddedServer, Persistence, ServerAlreadyRunning, queue_dir
+from gewell.embedded import EmbeddedServer, Persistence, ServerAlreadyRunning, default_url, queue_dir
 from gewell.engine.api import Engine
-from gewell.errors import ConfigError, QueueError
+from gewell.errors import ConfigError
 from gewell.model_store import list_models, model_path
 from gewell.protocol import DEFAULT_NAMESPACE
 from gewell_workers.config import WorkerConfig
@@ -53,10 +54,13 @@ def up(
     """
     set_up_logging()
     started_s = time.monotonic()
+    settings = WorkerConfig(
+        redis_url=redis or default_url(), ns=ns, drain_s=drain_s, lease_s=lease_s, wait_for_redis=wait
+    )
     folder = _model_folder(model)
     with _server(redis, data, fsync, port) as url:
         _say(f"server ready at {describe(url)} after {time.monotonic() - started_s:.1f} s")
-        config = WorkerConfig(redis_url=url, ns=ns, drain_s=drain_s, lease_s=lease_s, wait_for_redis=wait)
+        config = replace(settings, redis_url=url)
         if not wait:
             _require_server(url)
 
@@ -123,8 +127,6 @@ def _require_server(url: str) -> None:
     except (LinkLost, ReplyError) as error:
         print(f"gewell: no usable server: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_NO_REDIS) from error
-    except ValueError as error:
-        raise QueueError(f"redis: {url!r} is not a usable URL: {error}") from error
 
 
 def _make_engine(

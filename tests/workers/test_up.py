@@ -1,0 +1,123 @@
+"""`gewell up` as a user starts it: server and worker from nothing, and clear words when something is missing."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+from harness import wait_for
+
+from gewell.embedded import EmbeddedServer, find_running
+from gewell.protocol import FinalRecord, Keys, job_entry
+
+pytestmark = pytest.mark.redis
+
+BODY = '{"kind":"completion","request":{"prompt":"hi","max_tokens":3}}'
+
+
+class Up:
+    def __init__(self, folder: Path, *args: str) -> None:
+        self.log_path = folder / f"up-{len(list(folder.glob('up-*')))}.log"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("GEWELL_")}
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gewell_workers", *args],
+                env=environment | {"GEWELL_DATA_DIR": str(folder), "GEWELL_MODELS_DIR": str(folder / "models")},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: "stop with Ctrl-C" in self.log or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log
+
+
+def run_job(url: str, job_id: str) -> FinalRecord:
+    client, keys = redis.Redis.from_url(url), Keys()
+    client.xadd(keys.jobs("normal"), job_entry(job_id, BODY))
+    return FinalRecord.from_json(wait_for(lambda: client.get(keys.res(job_id))))
+
+
+def test_up_alone_serves_jobs_and_keeps_them_for_the_next_up(tmp_path: Path):
+    first = Up(tmp_path, "--model", "scripted")
+    first.wait_until_ready()
+    running = find_running(tmp_path / "queue")
+    assert running is not None
+    assert "XADD gewell:jobs:normal" in first.log
+    record = run_job(running.url, "a")
+    first.process.send_signal(signal.SIGINT)
+    assert first.process.wait(20) == 0
+    assert find_running(tmp_path / "queue") is None  # the server went with it
+    second = Up(tmp_path, "--model", "scripted")
+    second.wait_until_ready()
+    running = find_running(tmp_path / "queue")
+    assert running is not None
+    kept = redis.Redis.from_url(running.url).get(Keys().res("a"))
+    assert FinalRecord.from_json(kept) == record
+    second.process.terminate()
+    assert second.process.wait(20) == 0
+
+
+def test_server_left_by_a_killed_up_is_used_again(tmp_path: Path):
+    first = Up(tmp_path, "--model", "scripted")
+    first.wait_until_ready()
+    first.process.kill()
+    first.process.wait()
+    left = find_running(tmp_path / "queue")
+    assert left is not None
+    second = Up(tmp_path, "--model", "scripted")
+    second.wait_until_ready()
+    assert "using the server that runs already" in second.log
+    assert run_job(left.url, "a").text
+    second.process.terminate()
+    assert second.process.wait(20) == 0
+    os.kill(left.pid, signal.SIGTERM)
+    wait_for(lambda: find_running(tmp_path / "queue") is None)
+
+
+def test_no_server_and_no_waiting_is_exit_code_69_with_one_line(tmp_path: Path):
+    up = Up(tmp_path, "--model", "scripted", "--redis", "redis://127.0.0.1:1/0", "--no-wait")
+    assert up.process.wait(20) == 69
+    assert "no connection to 127.0.0.1:1" in up.log
+    assert "Traceback" not in up.log
+
+
+def test_server_that_comes_later_is_waited_for(tmp_path: Path):
+    with EmbeddedServer(tmp_path / "s") as server:
+        port = server.port
+    up = Up(tmp_path, "--model", "scripted", "--redis", f"redis://127.0.0.1:{port}/0")
+    wait_for(lambda: "trying again" in up.log)
+    with EmbeddedServer(tmp_path / "s", port=port) as server:
+        up.wait_until_ready()
+        assert up.log.count("trying again") == 1  # said once, not in a loop
+        assert run_job(server.url, "a").text
+        up.process.terminate()
+        assert up.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--model", "no-such-model"), "no-such-model"),
+        ((), "model"),
+        (("--model", "scripted", "--redis", "nonsense"), "nonsense"),
+        (("--model", "scripted", "--ns", "a:b"), "a:b"),
+        (("--model", "scripted", "--lease-s", "0"), "lease_s"),
+    ],
+)
+def test_unusable_settings_are_one_clear_line(tmp_path: Path, args: tuple[str, ...], message: str):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GEWELL_")}
+    environment |= {"GEWELL_DATA_DIR": str(tmp_path), "GEWELL_MODELS_DIR": str(tmp_path / "models")}
+    gewell = Path(sys.executable).with_name("gewell")
+    ran = subprocess.run([gewell, "up", *args], env=environment, capture_output=True, timeout=30)
+    assert ran.returncode == 2
+    lines = ran.stderr.decode().strip().splitlines()
+    assert message in lines[-1]
+    assert len(lines) == 1, lines
