@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_folders import FIXTURES, copy_of, edit_json
 from safetensors.torch import load_file, save_file
 
 from gewell.errors import CheckpointError
 from gewell.model.gemma import GemmaModel
 from gewell.weights.checkpoint import LoadReport, load_drafter, load_model
+from tests.model.golden_folders import FIXTURES, copy_of, edit_json
 
 
 def _load(folder: Path) -> GemmaModel:

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_folders import FIXTURES
 
 from gewell.config import Family, LayerKind, ModelConfig
 from gewell.errors import CheckpointError, ConfigError
+from tests.model.golden_folders import FIXTURES
+from tests.model.published import TEXT_31B
 
 
 def _fixture(name: str) -> dict[str, Any]:
@@ -16,24 +17,6 @@ def _fixture(name: str) -> dict[str, Any]:
 
 
 # --- published shapes --------------------------------------------------------------------------------------------
-
-TEXT_31B = {
-    "model_type": "gemma4_text",
-    "hidden_size": 5376,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "num_global_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "sliding_window": 1024,
-    "attention_k_eq_v": True,
-    "intermediate_size": 21504,
-    "hidden_size_per_layer_input": 0,
-    "final_logit_softcapping": 30.0,
-    "max_position_embeddings": 262144,
-    "use_bidirectional_attention": "vision",
-}
 
 
 def test_31b_reads_as_published():

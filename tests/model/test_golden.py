@@ -11,7 +11,6 @@ import torch
 from gewell_kernels.batch import AttentionBatch
 from gewell_kernels.cpu.step import Step
 from gewell_kernels.layout import LayerKV
-from golden_folders import FIXTURES, TEXT_FOLDERS
 from typer.testing import CliRunner
 
 import gewell.cli.verify
@@ -20,6 +19,7 @@ from gewell.engine.findings import Verification
 from gewell.engine.golden import GoldenFolder
 from gewell.engine.verify import verify
 from gewell.model.kv_plan import plan_kv
+from tests.model.golden_folders import FIXTURES, TEXT_FOLDERS
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import zlib
 
 import numpy as np
 import pytest
-from golden_folders import FIXTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -25,6 +24,7 @@ from gewell.text.images import (
     decode,
     target_size,
 )
+from tests.model.golden_folders import FIXTURES
 
 GOLDEN = GoldenFolder.read(FIXTURES / "gemma4-vision")
 RED, BLUE = (255, 0, 0), (0, 0, 255)
