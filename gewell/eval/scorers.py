@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from enum import StrEnum
-from itertools import zip_longest
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
@@ -38,9 +37,10 @@ def _contains(expected: str, answer: str) -> float:
 
 
 def _lines(expected: str, answer: str) -> float:
-    pairs = list(zip_longest(expected.splitlines(), answer.splitlines()))
-    right = sum(want is not None and got is not None and want.strip() == got.strip() for want, got in pairs)
-    return right / max(1, len(expected.splitlines()))
+    wanted = expected.splitlines()
+    got = answer.splitlines()
+    num_right = sum(a.strip() == b.strip() for a, b in zip(wanted, got, strict=False))
+    return num_right / max(1, len(wanted))
 
 
 def _json(expected: str, answer: str) -> float:
