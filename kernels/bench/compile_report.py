@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-
 from gewell_kernels import _device, paged_attention
 from gewell_kernels.layout import KVLayout, LayerKV
 from gewell_kernels.reference.worlds import make_batch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
 SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -58,8 +57,8 @@ def main() -> None:
     for sm in [int(argument) for argument in sys.argv[1:]] or [80, 89, 90, 100, 120]:
         current["sm"] = sm
         triton.runtime.driver.set_active(OfflineDriver(sm))
-        _device.shared_memory_bytes = paged_attention.shared_memory_bytes = (
-            lambda device, sm=sm: SHARED_MEMORY_KIB[sm] * 1024
+        _device.shared_memory_bytes = paged_attention.shared_memory_bytes = lambda device, sm=sm: (
+            SHARED_MEMORY_KIB[sm] * 1024
         )
         launch_everything()
         for (of, label), text in seen.items():

@@ -10,7 +10,7 @@ A NaN key or value of a sequence may reach earlier queries of the same sequence 
 import triton
 import triton.language as tl
 
-from gewell_kernels.attention_decode import load_turning, softmax_step, stored_rows
+from gewell_kernels.attention_decode import load_turning, look_up_pages, softmax_step, stored_rows
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _block_of_program(
     return seq, seq_start, first_query, q_len, tl.load(kv_lens_ptr + seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride_s", "first_seq", "num_seqs"])
 def _prefill_plain_kernel(
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] contiguous
     k_new_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM] contiguous, likewise v_new; HAS_NEW
@@ -57,6 +57,7 @@ def _prefill_plain_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    ONE_PAGE: tl.constexpr,  # no tile straddles a page
     STAGES: tl.constexpr,
 ):
     """out = softmax(q k^T + mask) v; softmax in float32, weights rounded to q's dtype; no key seen: 0."""
@@ -87,7 +88,8 @@ def _prefill_plain_kernel(
         seen_end = tl.load(visible_end_ptr + token, mask=mask_m, other=0)
     else:
         seen_end = tl.where(mask_m, position + 1, 0)
-    oldest = tl.maximum(chunk_start + first_query + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    table_start = tl.load(table_start_ptr + seq)
+    oldest = tl.maximum(chunk_start + first_query + 1 - WINDOW, table_start) if WINDOW > 0 else table_start
     newest = tl.max(seen_end, axis=0)
     split = tl.minimum(chunk_start, newest) if HAS_NEW else newest
 
@@ -95,17 +97,19 @@ def _prefill_plain_kernel(
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
 
-    table_start = tl.load(table_start_ptr + seq)
     table_row_ptr = page_table_ptr + seq.to(tl.int64) * table_stride_s
-    for key in tl.range(oldest // BLOCK_N * BLOCK_N, split, BLOCK_N, num_stages=STAGES):
-        keys = key + offs_n
+    # Tiles start at a page's edge, at or before the oldest key that the block's first query sees.
+    begin = (oldest - table_start) // PAGE_TOKENS * PAGE_TOKENS
+    limit = split - table_start
+    page_ids = look_up_pages(table_row_ptr, begin, limit, offs_n, PAGE_TOKENS, ONE_PAGE)
+    for relative in tl.range(begin, limit, BLOCK_N, num_stages=STAGES):
+        keys = table_start + relative + offs_n
         valid = (keys >= oldest) & (keys < split)
-        # Before the table's start there are no pages: a tile that reaches there looks up nothing for those keys.
-        relative = tl.maximum(keys - table_start, 0)
-        page = tl.load(table_row_ptr + relative // PAGE_TOKENS, mask=valid, other=0).to(tl.int64)
-        slots = head * PAGE_TOKENS + relative % PAGE_TOKENS
-        rows = page * page_stride + layer_offset + slots.to(tl.int64) * HEAD_DIM
-        k_ptrs = pages_ptr + rows[:, None] + offs_d[None, :]
+        row_ptrs = stored_rows(
+            pages_ptr, page_ids, relative, offs_n, head, page_stride, layer_offset, PAGE_TOKENS, HEAD_DIM, ONE_PAGE
+        )
+        page_ids = look_up_pages(table_row_ptr, relative + BLOCK_N, limit, offs_n, PAGE_TOKENS, ONE_PAGE)
+        k_ptrs = row_ptrs[:, None] + offs_d[None, :]
         k = tl.load(k_ptrs, mask=valid[:, None], other=0.0).to(q.dtype)
         v_ptrs = k_ptrs + NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
         v = tl.load(v_ptrs, mask=valid[:, None], other=0.0).to(q.dtype)
@@ -113,7 +117,8 @@ def _prefill_plain_kernel(
         if WINDOW > 0:
             seen &= keys[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2E, float("-inf"))
-        row_max, row_sum, weights, scale = softmax_step(scores, row_max, row_sum)
+        row_max, weights, scale = softmax_step(scores, row_max)
+        row_sum = row_sum * scale + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(q.dtype), v, acc * scale[:, None], input_precision="ieee")
 
     if HAS_NEW:
@@ -131,14 +136,15 @@ def _prefill_plain_kernel(
             if WINDOW > 0:
                 seen &= keys[None, :] > query[:, None] - WINDOW
             scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2E, float("-inf"))
-            row_max, row_sum, weights, scale = softmax_step(scores, row_max, row_sum)
+            row_max, weights, scale = softmax_step(scores, row_max)
+            row_sum = row_sum * scale + tl.sum(weights, axis=1)
             acc = tl.dot(weights.to(q.dtype), v, acc * scale[:, None], input_precision="ieee")
 
     out = acc / tl.where(row_max == float("-inf"), 1.0, row_sum)[:, None]
     tl.store(out_ptr + q_offs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride_s", "first_seq", "num_seqs"])
 def _prefill_shared_kernel(
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] contiguous, turning-first
     pages_ptr,
@@ -205,7 +211,7 @@ def _prefill_shared_kernel(
     else:
         seen_end = tl.where(mask_m, position + 1, 0)
     table_start = tl.load(table_start_ptr + seq)
-    oldest = tl.maximum(kv_len - q_len + first_query + 1 - WINDOW, table_start) if WINDOW > 0 else 0
+    oldest = tl.maximum(kv_len - q_len + first_query + 1 - WINDOW, table_start) if WINDOW > 0 else table_start
     newest = tl.max(seen_end, axis=0)
     table_row_ptr = page_table_ptr + seq.to(tl.int64) * table_stride_s
 
@@ -215,20 +221,20 @@ def _prefill_shared_kernel(
     acc_b = tl.zeros((BLOCK_M, NUM_LIVE), tl.float32)
     acc_c = tl.zeros((BLOCK_M, 2 * NUM_LIVE), tl.float32)
     acc_d = tl.zeros((BLOCK_M, 4 * NUM_LIVE), tl.float32)
-    for relative in tl.range((oldest - table_start) // BLOCK_N * BLOCK_N, newest - table_start, BLOCK_N,
-                             num_stages=STAGES):  # fmt: skip
+    limit = newest - table_start
+    begin = (oldest - table_start) // BLOCK_N * BLOCK_N
+    page_ids = look_up_pages(table_row_ptr, begin, limit, offs_n, PAGE_TOKENS, ONE_PAGE)
+    for relative in tl.range(begin, limit, BLOCK_N, num_stages=STAGES):
         keys = table_start + relative + offs_n
         valid = (keys >= oldest) & (keys < newest)
-        rows = stored_rows(
-            table_row_ptr, relative, newest - table_start, page_stride, layer_offset, head * PAGE_TOKENS,
-            PAGE_TOKENS, ROW_ELEMS, BLOCK_N, ONE_PAGE,
-        )  # fmt: skip
+        row_ptrs = stored_rows(
+            pages_ptr, page_ids, relative, offs_n, head, page_stride, layer_offset, PAGE_TOKENS, ROW_ELEMS, ONE_PAGE
+        )
+        page_ids = look_up_pages(table_row_ptr, relative + BLOCK_N, limit, offs_n, PAGE_TOKENS, ONE_PAGE)
         v_a, v_b, k_a, k_b = load_turning(
-            rows,
-            offs_n,
+            row_ptrs,
             valid,
             keys,
-            pages_ptr,
             rotary_ptr,
             w_a,
             w_b,
@@ -237,7 +243,7 @@ def _prefill_shared_kernel(
             HEAD_DIM,
             V_ONLY,
         )
-        rest_ptrs = pages_ptr + rows[:, None] + 2 * NUM_LIVE
+        rest_ptrs = row_ptrs[:, None] + 2 * NUM_LIVE
         v_c = tl.load(rest_ptrs + offs_c[None, :], mask=valid[:, None], other=0.0).to(q_a.dtype)
         v_d = tl.load(rest_ptrs + 2 * NUM_LIVE + offs_d[None, :], mask=valid[:, None], other=0.0).to(q_a.dtype)
         scores = tl.dot(q_d, tl.trans(v_d), input_precision="ieee")
@@ -247,7 +253,8 @@ def _prefill_shared_kernel(
         seen = valid[None, :] & (keys[None, :] < seen_end[:, None])
         if WINDOW > 0:
             seen &= keys[None, :] > position[:, None] - WINDOW
-        row_max, row_sum, weights, scale = softmax_step(tl.where(seen, scores, float("-inf")), row_max, row_sum)
+        row_max, weights, scale = softmax_step(tl.where(seen, scores, float("-inf")), row_max)
+        row_sum = row_sum * scale + tl.sum(weights, axis=1)
         weights = weights.to(q_a.dtype)
         acc_a = tl.dot(weights, v_a, acc_a * scale[:, None], input_precision="ieee")
         acc_b = tl.dot(weights, v_b, acc_b * scale[:, None], input_precision="ieee")

@@ -29,7 +29,8 @@ from gewell_kernels.rotary import rotary_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTiles:
-    block_n: int  # keys per tile
+    keys: int  # of each head, per tile
+    heads: int  # kv heads per tile
     num_warps: int
     num_stages: int
     programs_per_sm: int
@@ -44,39 +45,42 @@ class PrefillTiles:
 
 
 def decode_tiles(layer: LayerKV, kv_bytes: int, device: torch.device) -> DecodeTiles:
-    """The largest tiles whose stages fit the device's shared memory."""
+    """The first choice whose buffers fit the device's shared memory; n stages keep n - 1 tiles in flight."""
     row_bytes = layer.num_planes * layer.row_elems * kv_bytes
+    if layer.layout is KVLayout.V_ONLY:
+        row_bytes += 2 * layer.num_live_pairs * kv_bytes  # cosines and sines
     for tiles in _DECODE_CHOICES[layer.layout is not KVLayout.PLAIN]:
-        needed = tiles.num_stages * tiles.block_n * row_bytes * tiles.programs_per_sm
-        if needed <= shared_memory_bytes(device) - _SHARED_RESERVE:
+        needed = (tiles.num_stages - 1) * tiles.keys * tiles.heads * row_bytes + _SHARED_RESERVE
+        if layer.num_kv_heads % tiles.heads == 0 and needed * tiles.programs_per_sm <= shared_memory_bytes(device):
             return tiles
-    return DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_sm=1)
+    return DecodeTiles(keys=16, heads=1, num_warps=4, num_stages=1, programs_per_sm=1)
 
 
 def prefill_tiles(layer: LayerKV, kv_bytes: int, device: torch.device) -> PrefillTiles:
-    """The largest tiles whose query block and stages fit the device's shared memory."""
+    """The first choice whose query block and buffers fit the device's shared memory."""
     row_bytes = layer.num_planes * layer.row_elems * kv_bytes
     for tiles in _PREFILL_CHOICES[layer.layout is not KVLayout.PLAIN, layer.head_dim > 256]:
         needed = tiles.num_stages * tiles.block_n * row_bytes + tiles.block_m * layer.head_dim * kv_bytes
-        if needed <= shared_memory_bytes(device) - _SHARED_RESERVE:
+        if needed <= shared_memory_bytes(device):
             return tiles
     return PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
 
 
-# Reductions and layout changes need some shared memory beside the tiles.
+# Query block, reductions and layout changes need some shared memory beside the tiles.
 _SHARED_RESERVE = 12 * 1024
 _DECODE_CHOICES = {
     False: [
-        DecodeTiles(block_n=32, num_warps=4, num_stages=3, programs_per_sm=2),
-        DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=1),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1),
+        DecodeTiles(keys=16, heads=2, num_warps=4, num_stages=3, programs_per_sm=3),
+        DecodeTiles(keys=32, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
+        DecodeTiles(keys=16, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
     ],
     True: [
-        DecodeTiles(block_n=64, num_warps=8, num_stages=3, programs_per_sm=1),
-        DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=1),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1),
+        DecodeTiles(keys=64, heads=1, num_warps=8, num_stages=3, programs_per_sm=1),
+        DecodeTiles(keys=32, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
+        DecodeTiles(keys=16, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
     ],
 }
+# Keyed by (V alone is stored, head_dim > 256).
 _PREFILL_CHOICES = {
     (False, False): [
         PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=2),
@@ -112,8 +116,9 @@ def plan_attention(batch: AttentionBatch, layer: LayerKV, kv_bytes: int) -> Atte
         first_tiles,
         batch.num_decode_seqs,
         WINDOW=batch.sliding_window or 0,
-        BLOCK_N=tiles.block_n,
-        BLOCK_S=triton.next_power_of_2(batch.num_decode_seqs),
+        ALIGN=_alignment(layer, tiles),
+        BLOCK_T=tiles.keys,
+        BLOCK_S=_sequence_block(batch.num_decode_seqs),
         num_warps=1,
     )
     return replace(batch, first_tiles=first_tiles)
@@ -147,19 +152,22 @@ def _decode(
         batch = plan_attention(batch, layer, pages.element_size())
     num_seqs, group = batch.num_decode_seqs, q.shape[1] // layer.num_kv_heads
     num_programs = num_multiprocessors(q.device) * tiles.programs_per_sm
-    part_acc = torch.empty(2 * num_programs, group, layer.head_dim, dtype=torch.float32, device=q.device)
-    part_stat = torch.empty(2 * num_programs, 2, group, dtype=torch.float32, device=q.device)
+    rows = tiles.heads * group
+    part_acc = torch.empty(2 * num_programs, rows, layer.head_dim, dtype=torch.float32, device=q.device)
+    part_stat = torch.empty(2 * num_programs, 2, rows, dtype=torch.float32, device=q.device)
     window = batch.sliding_window or 0
     common = {
         "NUM_KV_HEADS": layer.num_kv_heads,
         "GROUP": group,
-        "BLOCK_G": max(16, triton.next_power_of_2(group)),
+        "BLOCK_G": max(16, triton.next_power_of_2(rows)),
         "HEAD_DIM": layer.head_dim,
         "PAGE_TOKENS": layer.page_tokens,
         "WINDOW": window,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_S": triton.next_power_of_2(num_seqs),
-        "ONE_PAGE": window == 0 and layer.page_tokens % tiles.block_n == 0,
+        "HEADS_PER_TILE": tiles.heads,
+        "BLOCK_T": tiles.keys,
+        "BLOCK_S": _sequence_block(num_seqs),
+        "ALIGN": _alignment(layer, tiles),
+        "ONE_PAGE": layer.page_tokens % tiles.keys == 0,
         "STAGES": tiles.num_stages,
         "num_warps": tiles.num_warps,
     }
@@ -181,8 +189,8 @@ def _decode(
         out,
         num_seqs,
         num_programs,
-        NUM_KV_HEADS=layer.num_kv_heads,
-        GROUP=group,
+        UNITS=layer.num_kv_heads // tiles.heads,
+        ROWS=rows,
         HEAD_DIM=layer.head_dim,
         BLOCK_P=16,
         num_warps=4,
@@ -216,7 +224,8 @@ def _prefill(
         "HAS_VISIBLE_END": batch.visible_end is not None,
         "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
-        "BLOCK_S": triton.next_power_of_2(num_seqs - first_seq),
+        "BLOCK_S": _sequence_block(num_seqs - first_seq),
+        "ONE_PAGE": layer.page_tokens % tiles.block_n == 0,
         "STAGES": tiles.num_stages,
         "num_warps": tiles.num_warps,
     }
@@ -231,8 +240,18 @@ def _prefill(
         _prefill_shared_kernel[grid](
             q, pages, *places, k_weight, rotary, out, *sizes,
             NUM_LIVE=layer.num_live_pairs, V_ONLY=v_only,
-            ONE_PAGE=layer.page_tokens % tiles.block_n == 0, **common,
+            **common,
         )  # fmt: skip
+
+
+def _alignment(layer: LayerKV, tiles: DecodeTiles) -> int:
+    """Tiles start on multiples of this, so that none straddles more pages than it must."""
+    return min(layer.page_tokens, tiles.keys)
+
+
+def _sequence_block(num_seqs: int) -> int:
+    """Few sizes, so that few kernels are compiled: a search among 128 costs no more than one among 8."""
+    return max(128, triton.next_power_of_2(num_seqs))
 
 
 def _check(

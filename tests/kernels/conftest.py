@@ -27,4 +27,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What only the interpreter warns of: overflow to inf where the formula wants it, and Triton's own habits."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"))
         item.add_marker(pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"))
