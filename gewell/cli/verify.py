@@ -21,6 +21,7 @@ def verify(
     device: str = typer.Option("cpu", help="A torch device."),
     case: list[str] = typer.Option([], help="Only this case (may be repeated)."),  # noqa: B008  typer's way
     way: list[str] = typer.Option([], help='Only this way, e.g. "whole" or "together" (may be repeated).'),  # noqa: B008  typer's way
+    layout: list[str] = typer.Option([], help="Only this layout of the full layers (may be repeated)."),  # noqa: B008  typer's way
     as_json: bool = typer.Option(False, "--json", help="Every comparison as one JSON object."),
 ) -> None:
     """Compare checkpoints with golden outputs; exit 1 when anything is beyond its tolerance."""

@@ -60,8 +60,9 @@ def verify(
     device: str = "cpu",
     only_cases: Sequence[str] = (),
     only_ways: Sequence[str] = (),
+    only_layouts: Sequence[str] = (),
 ) -> Verification:
-    """Run the cases of a folder, or some of them in some of the ways.
+    """Run the cases of a folder, or some of them in some of the ways and layouts.
 
     model_dir    where the checkpoint lies, when not beside the golden outputs
     target_dir   a drafter's target; default: the folder beside this one that `golden.json` names
@@ -75,7 +76,7 @@ def verify(
         if ModelConfig.from_dir(model_dir).family is Family.GEMMA4_DRAFTER:
             target = load_model(target_dir or _named_target(golden), dtype=dtype, device=device)
             drafter = load_drafter(model_dir, target)
-            for layout in _layouts(target.config):
+            for layout in _chosen("layout", only_layouts, _layouts(target.config)):
                 target.use_kv_plan(plan_kv(target.config, dtype_bytes=dtype.itemsize, full_layout=layout))
                 drafter.use_target_plan()
                 verification.findings += drafter_findings(drafter, cases, layout)
@@ -84,7 +85,7 @@ def verify(
         images, findings = see_images(load_vision(model_dir, dtype=dtype, device=device), cases)
         verification.findings += findings
         chosen = _chosen("way", only_ways, {way.name: way for way in ways(model.config.sliding_window)})
-        for layout in _layouts(model.config):
+        for layout in _chosen("layout", only_layouts, _layouts(model.config)):
             model.use_kv_plan(plan_kv(model.config, dtype_bytes=dtype.itemsize, full_layout=layout))
             verification.findings += _run_layout(model, cases, images, chosen, layout)
     return verification
@@ -107,8 +108,9 @@ def _named_target(golden: GoldenFolder) -> Path:
     return golden.path.parent / name
 
 
-def _layouts(config: ModelConfig) -> Sequence[KVLayout]:
-    return list(KVLayout) if any(layer.k_eq_v for layer in config.layers) else [KVLayout.PLAIN]
+def _layouts(config: ModelConfig) -> dict[str, KVLayout]:
+    layouts = list(KVLayout) if any(layer.k_eq_v for layer in config.layers) else [KVLayout.PLAIN]
+    return {str(layout): layout for layout in layouts}
 
 
 def _run_layout(

@@ -514,7 +514,7 @@ def test_the_named_fixture_notices(trap: Trap, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(verify, loader, load_and_break)
     ways = () if trap.part == "drafter" else ("whole",)
-    result = verify.verify(FIXTURES / trap.fixture, only_ways=ways)
+    result = verify.verify(FIXTURES / trap.fixture, only_ways=ways, only_layouts=["plain"])
     failed = {finding.what.split(".")[0] for finding in result.findings if not finding.is_ok}
     assert trap.caught_by in failed
     if trap.is_hidden:
