@@ -90,7 +90,9 @@ def assemble(model: GemmaModel, options: EngineOptions, *, name: str, fingerprin
             eos_token_ids=model.config.tokens.eos,
         ),
         scheduler=Scheduler(config, pool, geometry, prefixes),
-        runner=ModelRunner(model, store, config.max_num_seqs),
+        runner=ModelRunner(
+            model, store, config.max_num_seqs, depth=1 if device.type == "cuda" else 0, max_context=longest
+        ),
         is_recording_freed=options.poison_freed_pages,
     )
 

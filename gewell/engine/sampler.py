@@ -12,6 +12,7 @@ import torch
 from gewell_kernels import ops
 from torch import Tensor
 
+from gewell.engine.step_arrays import Int64, to_device
 from gewell.request import TokenLogprobs
 from gewell.sampling import SamplingParams
 from gewell.scheduler.request import RequestState
@@ -36,7 +37,7 @@ class Drawn:
 
     token_ids   [rows] int64
     is_sound    [rows] bool: the chosen logit is a finite number
-    logprobs    rows that asked: their index, and (chosen, top values, top ids) on the device
+    logprobs    rows that asked: their index, and (chosen [1], top values, top ids) on the device
     """
 
     token_ids: Tensor
@@ -47,7 +48,7 @@ class Drawn:
         return {
             i: TokenLogprobs(
                 token_id=token_ids[i],
-                logprob=_finite(float(chosen)),
+                logprob=_finite(float(chosen[0])),
                 top=tuple(zip(ids.tolist(), map(_finite, values.tolist()), strict=True)),
             )
             for i, chosen, values, ids in self.logprobs
@@ -104,8 +105,11 @@ class Sampler:
     def _ids(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)
 
-    def draw(self, logits: Tensor, rows: Sequence[RequestState], positions: Sequence[int]) -> Drawn:
-        """Draw the token at `positions[i]` of each row. logits [rows, vocab] float32, changed in place."""
+    def draw(self, logits: Tensor, rows: Sequence[RequestState], positions: Int64) -> Drawn:
+        """Draw the token at `positions[i]` of each row. logits [rows, vocab] float32, changed in place.
+
+        Waits for the device nowhere, so that it may run ahead of the host.
+        """
         row_idx = np.array([req.row_idx for req in rows], dtype=np.int64)
         logprobs = self._logprob_rows(logits, row_idx)
         if self._suppressed is not None:
@@ -114,18 +118,26 @@ class Sampler:
             for i, req in enumerate(rows):
                 special = self._specials.get(req.row_idx)
                 if special is not None:
-                    _reshape(logits[i], special, req.request.sampling, positions[i] - req.num_prompt_tokens)
-        temperature, top_p, min_p = torch.from_numpy(self._floats[:, row_idx]).to(self._device)
-        top_k, seeds = torch.from_numpy(self._ints[:, row_idx]).to(self._device)
-        at = torch.tensor(positions, dtype=torch.int64, device=self._device)
+                    _reshape(logits[i], special, req.request.sampling, int(positions[i]) - req.num_prompt_tokens)
+        num_rows = len(row_idx)
+        padded = (
+            -(-num_rows // 16) * 16
+        )  # every argument aligned alike: kernels are compiled anew for another alignment
+        floats = np.zeros((3, padded), dtype=np.float32)
+        floats[:, :num_rows] = self._floats[:, row_idx]
+        longs = np.zeros((3, padded), dtype=np.int64)
+        longs[:2, :num_rows] = self._ints[:, row_idx]
+        longs[2, :num_rows] = positions
+        temperature, top_p, min_p = to_device(floats, self._device)[:, :num_rows]
+        top_k, seeds, at = to_device(longs, self._device)[:, :num_rows]
         token_ids = ops.sample(logits, temperature, top_k.to(torch.int32), top_p, min_p, seeds, at)
         chosen = token_ids.unsqueeze(1)
         is_sound = logits.gather(1, chosen).squeeze(1).isfinite()
         if self._specials:
             self._count(rows, token_ids)
-        return Drawn(token_ids, is_sound, [(i, raw[token_ids[i]], *top) for i, raw, top in logprobs])
+        return Drawn(token_ids, is_sound, [(i, raw[token_ids[i : i + 1]], *top) for i, raw, top in logprobs])
 
-    def _logprob_rows(self, logits: Tensor, row_idx: "np.ndarray") -> list[tuple[int, Tensor, tuple[Tensor, Tensor]]]:
+    def _logprob_rows(self, logits: Tensor, row_idx: Int64) -> list[tuple[int, Tensor, tuple[Tensor, Tensor]]]:
         """Of rows that asked: the model's own log-probabilities, before anything the job does to the logits."""
         if not self._num_logprobs:
             return []
@@ -141,8 +153,9 @@ class Sampler:
         for i, req in enumerate(rows):
             special = self._specials.get(req.row_idx)
             if special is not None and special.counts is not None and special.is_seen is not None:
-                special.counts[token_ids[i]] += 1
-                special.is_seen[token_ids[i]] = True
+                drawn = token_ids[i : i + 1]  # one-element slices: indexing by a scalar tensor would fetch it
+                special.counts.index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
+                special.is_seen.index_fill_(0, drawn, True)
 
 
 def _is_special(params: SamplingParams) -> bool:

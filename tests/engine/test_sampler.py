@@ -3,6 +3,7 @@
 import math
 from array import array
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,7 +34,7 @@ def draw(logits: torch.Tensor, *rows: RequestState, sampler: Sampler | None = No
     sampler = sampler or Sampler(8, VOCAB, torch.device("cpu"))
     for req in rows:
         sampler.join(req)
-    return sampler.draw(logits.clone(), rows, [req.num_tokens for req in rows])
+    return sampler.draw(logits.clone(), rows, np.array([req.num_tokens for req in rows]))
 
 
 def ramp(num_rows: int = 1) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_penalties_follow_tokens_that_the_host_has_not_seen() -> None:
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
     req = row(0, [5], [], presence_penalty=50.0)
     sampler.join(req)
-    drawn = [int(sampler.draw(ramp(), [req], [1 + i]).token_ids) for i in range(4)]
+    drawn = [int(sampler.draw(ramp(), [req], np.array([1 + i])).token_ids) for i in range(4)]
     assert drawn == [99, 98, 97, 96]
 
 
