@@ -15,6 +15,7 @@ from gewell.cache.page_pool import PagePool
 from gewell.cache.policy import Conversation
 from gewell.cache.prefix_tree import Node
 from gewell.cache.sequence_pages import ResumePoint
+from gewell.cache.tiers import Tier
 
 
 class Kind(StrEnum):
@@ -45,7 +46,8 @@ def _by_order(waiting: Waiting) -> int:
 class Checkpoint:
     """References to the pages of one resume position. The pages' references are taken and dropped by `PrefixCache`.
 
-    tier          "gpu", or "host" when only the host tier holds its bytes
+    tier          GPU, or HOST when only the host tier holds its bytes: then the GPU page ids mean nothing
+    host_pages    its copy in the host tier, full pages first; None: there is none
     min_resume    first position that can be resumed with its window
     above         the next shallower checkpoint on its path
     waiters       waiting requests that target it, in queue order
@@ -59,19 +61,18 @@ class Checkpoint:
         "expires_at_s",
         "full_pages",
         "host_pages",
+        "is_pinned",
+        "is_superseded",
         "kind",
         "last_hidden",
         "last_use",
         "min_resume",
         "node",
-        "one_off",
-        "pinned",
         "position",
         "priority",
         "sliding_pages",
         "sliding_start",
         "sliding_valid",
-        "superseded",
         "tier",
         "uses",
         "waiters",
@@ -87,11 +88,11 @@ class Checkpoint:
         self.born = self.last_use = now
         self.uses = 0
         self.min_resume = min_resume
-        self.tier = "gpu"
-        self.host_pages: tuple[Sequence[int], Sequence[int]] | None = None
+        self.tier = Tier.GPU
+        self.host_pages: list[int] | None = None
         self.above: Checkpoint | None = None
         self.waiters: list[Waiting] = []
-        self.superseded = self.pinned = self.one_off = False
+        self.is_superseded = self.is_pinned = False
         self.priority = 1.0
         self.expires_at_s: float | None = None
         self.last_hidden: Any = point.last_hidden
@@ -104,6 +105,11 @@ class Checkpoint:
         self.sliding_start = point.sliding_start
         self.sliding_valid = point.sliding_valid
         self._pick_sliding = itemgetter(*self.sliding_pages) if len(self.sliding_pages) > 1 else None
+
+    @property
+    def is_live_tail(self) -> bool:
+        """A conversation's next turn would resume here, as far as one knows."""
+        return self.kind is Kind.TAIL and self.conversation is not None and not self.is_superseded
 
     def exclusive_pages(self, pool: PagePool) -> int:
         """Pages that dropping this checkpoint would free.

@@ -22,13 +22,13 @@ def _answer(hint: str, outcome: str, why: str = "") -> HintAnswer:
 class HintBook:
     """What a request asked for and what came of it."""
 
-    __slots__ = ("_positions", "_request", "clipped_pins", "num_released", "pinned")
+    __slots__ = ("_num_clipped_pins", "_num_pins", "_positions", "_request", "num_released")
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
         self._positions: tuple[int, ...] = ()
-        self.pinned = 0
-        self.clipped_pins = 0
+        self._num_pins = 0
+        self._num_clipped_pins = 0
         self.num_released = 0
 
     def breakpoints(self, length: int, images: Sequence[ImageRun]) -> tuple[int, ...]:
@@ -40,6 +40,10 @@ class HintBook:
         ]
         self._positions = tuple(possible[:MAX_BREAKPOINTS])
         return self._positions
+
+    def count_pin(self, was_pinned: bool) -> None:
+        self._num_pins += was_pinned
+        self._num_clipped_pins += not was_pinned
 
     def answers(self, held: Sequence[Checkpoint], cached_tokens: int) -> tuple[HintAnswer, ...]:
         """One answer for each hint given. held: checkpoints that this request took and that still live."""
@@ -81,9 +85,9 @@ class HintBook:
         return "nothing of this job is held: it was all cached before, or gave way to more valuable prefixes"
 
     def _pin(self, retained: bool) -> HintAnswer:
-        if self.clipped_pins:
-            return _answer("pin", "clipped", f"{self.clipped_pins} resume points exceed the budget for pins")
-        if self.pinned:
+        if self._num_clipped_pins:
+            return _answer("pin", "clipped", f"{self._num_clipped_pins} resume points exceed the budget for pins")
+        if self._num_pins:
             return _answer("pin", "applied")
         return self._if_retained("pin", retained)
 

@@ -8,7 +8,7 @@ from gewell.cache.geometry import KVGeometry
 from gewell.cache.page_pool import PagePool
 from gewell.cache.policy import ReusePolicy
 from gewell.cache.prefix_cache import PrefixCache
-from gewell.cache.sequence_pages import HOLE, SequencePages
+from gewell.cache.sequence_pages import HOLE, ResumePoint, SequencePages
 from gewell.cache.sim.trace import Job, SegmentTokens
 from gewell.request import CacheHints, EngineRequest
 from gewell.sampling import SamplingParams
@@ -60,7 +60,9 @@ class GewellStore:
             sliding_bytes_per_token=819_200, full_bytes_per_token=40_960, sliding_window=1024, slack_tokens=0
         )
         self.pool = PagePool(int(gpu_bytes // self.geometry.page_bytes))
-        self.cache = PrefixCache(self.pool, self.geometry, policy=policy or ReusePolicy(lookahead=lookahead))
+        self.cache = PrefixCache(
+            self.pool, self.geometry, policy=policy, num_host_pages=int(host_bytes // self.geometry.page_bytes)
+        )
         self._running_limit = int(gpu_bytes * running_share // self.geometry.page_bytes)
         self._num_running_pages = 0
         self._running_refs = array("i", bytes(4 * self.pool.num_pages))
@@ -68,6 +70,7 @@ class GewellStore:
         self._tokens = SegmentTokens()
         self._use_expect = use_expect
         self._known: set[str] = set()
+        self._from_host: set[str] = set()
 
     def show(self, job: Job) -> None:
         hints = job.hints
@@ -93,12 +96,11 @@ class GewellStore:
         if job.job_id not in self._known:
             self.show(job)
         match = self.cache.match(job.job_id)
-        total = self.geometry.num_pages(job.prompt + job.out)
-        shared = 0
-        if match.point is not None:
-            refs = self._running_refs
-            shared = sum(refs[page] > 0 for page in match.point.full_pages[: match.position // 320])
-        if self._num_running_pages + total - shared > self._running_limit:
+        if match.on_host and self._fits(job, match.point) and self.cache.restore(job.job_id):
+            match = self.cache.match(job.job_id)
+            self._from_host.add(job.job_id)
+        self.cache.take_transfers()
+        if not self._fits(job, match.point):
             return None
         sequence = SequencePages(self.pool, self.geometry, match.point)
         positions = self.cache.start(job.job_id, match.position)
@@ -110,7 +112,17 @@ class GewellStore:
         sequence.trim()
         self._count_running(sequence, 1)
         self._sequences[job.job_id] = sequence
-        return match.position, match.point is not None and match.point.tier == "host"
+        return match.position, job.job_id in self._from_host
+
+    def _fits(self, job: Job, point: ResumePoint | None) -> bool:
+        """Would the running jobs and this one stay within their share of the pool?"""
+        num_shared = 0
+        if point is not None and self.geometry.full is not None:
+            refs = self._running_refs
+            num_whole = point.position // self.geometry.full.page_tokens
+            num_shared = sum(refs[page] > 0 for page in point.full_pages[:num_whole])
+        num_pages = self.geometry.num_pages(job.prompt + job.out)
+        return self._num_running_pages + num_pages - num_shared <= self._running_limit
 
     def _grow(self, sequence: SequencePages, num_tokens: int, positions: Sequence[int] = ()) -> None:
         if not num_tokens:
@@ -133,6 +145,7 @@ class GewellStore:
     def finish(self, job: Job) -> None:
         sequence = self._sequences.pop(job.job_id)
         self._known.discard(job.job_id)
+        self._from_host.discard(job.job_id)
         self._count_running(sequence, -1)
         self.cache.finished(job.job_id, sequence, _Tokens(job.prompt, self._tokens.answer(job)))
         sequence.release()

@@ -128,7 +128,7 @@ def _derive_expectations(jobs: list[Job]) -> None:
 
 
 class SegmentTokens:
-    """Token keys of segments, made up from their names: equal names give equal tokens, different names differ at once."""
+    """Token keys of segments, made up from their names. Different names differ from the first token on."""
 
     def __init__(self) -> None:
         self._keys: dict[str, bytes] = {}
