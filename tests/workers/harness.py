@@ -1,5 +1,6 @@
 """Real processes for tests of the queue: a server, workers with the scripted engine, and a follower that checks all."""
 
+import contextlib
 import json
 import os
 import signal
@@ -82,7 +83,8 @@ class WorkerProcess:
 
     def kill_group(self) -> None:
         """SIGKILL of the worker with its output process, as a machine's end would do."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def pause(self) -> None:
@@ -97,9 +99,9 @@ class WorkerProcess:
         return self.process.wait(timeout_s)
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             self.resume()
-            self.kill_group()
+        self.kill_group()  # also the output process of a worker that is dead already
         self._log.close()
 
 
@@ -115,9 +117,11 @@ class Harness:
         self._workers: list[WorkerProcess] = []
         self.job_ids: set[str] = set()  # all that were submitted
 
-    def start_worker(self, *args: str, wait: bool = True, step_s: float = 0.0, eos_odds: int = 0) -> WorkerProcess:
+    def start_worker(
+        self, *args: str, wait: bool = True, step_s: float = 0.0, eos_odds: int = 0, url: str | None = None
+    ) -> WorkerProcess:
         worker = WorkerProcess(
-            self.server.url,
+            url or self.server.url,
             self.ns,
             self._folder / f"worker-{len(self._workers)}.log",
             *("--lease-s", str(LEASE_S), *args),
