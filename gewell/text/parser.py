@@ -78,6 +78,7 @@ class OutputParser:
             _QUOTE_NAME: self._quote,
         }
         self._actions = {i: act for name, act in actions.items() if (i := tokenizer.control_id(name)) is not None}
+        self._control_ids = frozenset(tokenizer.control_id(name) for name in tokenizer.control_names)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._state = _State.THOUGHT if in_thought else _State.CONTENT
         self._held = ""  # THOUGHT_HEAD: the head so far; THOUGHT: a newline that may be the last
@@ -89,16 +90,20 @@ class OutputParser:
 
     def push(self, ids: Iterable[int]) -> list[Piece]:
         """Pieces that these ids complete; neighbours differ in channel, none is empty."""
-        actions, is_control, token_bytes = self._actions, self._tokenizer.is_control, self._tokenizer.token_bytes
+        control_ids, token_bytes = self._control_ids, self._tokenizer.token_bytes
+        text: list[bytes] = []  # of the ordinary tokens since the last control token
         for token_id in ids:
-            if self._state in (_State.THOUGHT, _State.THOUGHT_HEAD):
-                self.num_reasoning_tokens += 1
-            action = actions.get(token_id)
+            if token_id not in control_ids:
+                text.append(token_bytes(token_id))
+                continue
+            self._tokens(text)
+            text = []
+            self._count(1)
+            action = self._actions.get(token_id)
             if action is not None:
                 self._text(self._decoder.decode(b"", final=True))
                 action()
-            elif not is_control(token_id):
-                self._text(self._decoder.decode(token_bytes(token_id)))
+        self._tokens(text)
         return self._take()
 
     def finish(self) -> list[Piece]:
@@ -110,6 +115,15 @@ class OutputParser:
             self._emit("reasoning", self._held)
         self._held, self._state = "", _State.CONTENT
         return self._take()
+
+    def _tokens(self, parts: list[bytes]) -> None:
+        if parts:
+            self._count(len(parts))
+            self._text(self._decoder.decode(b"".join(parts)))
+
+    def _count(self, num_tokens: int) -> None:
+        if self._state in (_State.THOUGHT, _State.THOUGHT_HEAD):
+            self.num_reasoning_tokens += num_tokens
 
     def _text(self, text: str) -> None:
         if not text:

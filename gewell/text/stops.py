@@ -19,6 +19,7 @@ class StopMatcher:
         self._stops = tuple(sorted({stop for stop in stops if stop}, key=len, reverse=True))
         self._include_stop = include_stop
         self._prefixes = {stop[:n] for stop in self._stops for n in range(1, len(stop))}
+        self._first_chars = frozenset(stop[0] for stop in self._stops)
         self._longest_prefix = max((len(stop) - 1 for stop in self._stops), default=0)
         self._held = ""
         self.matched: str | None = None
@@ -30,6 +31,8 @@ class StopMatcher:
         if not self._stops:
             return text, None
         text = self._held + text
+        if self._first_chars.isdisjoint(text):  # nearly always
+            return text, None
         found = self._find(text)
         if found is not None:
             start, stop = found
