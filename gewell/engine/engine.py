@@ -113,10 +113,14 @@ class PagedEngine:
         self._runner.close()
 
     def _take_commands(self, events: list[Event]) -> None:
+        """Requests that an earlier epoch has completed end after all commands: one of these may cut them shorter."""
+        complete: list[EngineRequest] = []
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, EngineRequest):
                 self._accept(command, events)
+                if command.emitted_ids:
+                    complete.append(command)
                 continue
             req = self._requests.get(command.request_id)
             if req is None:
@@ -126,6 +130,10 @@ class PagedEngine:
             else:
                 req.num_output_tokens = min(req.num_output_tokens, command.num_output_tokens)
                 self._end(req, FinishReason.STOP, events)
+        for request in complete:
+            req = self._requests.get(request.request_id)
+            if req is not None:
+                self._end_if_complete(req, request.emitted_ids[-1], events)
 
     # ------------------------------------------------------------------------------------------------------ coming
 
@@ -138,14 +146,8 @@ class PagedEngine:
             events.append(_refused(request, *refusal))
             return
         req = self._make_state(request)
-        last = request.emitted_ids[-1] if request.emitted_ids else None
-        if last in req.stop_ids and req.num_output_tokens >= request.sampling.min_tokens:
-            events.append(_finished(req, FinishReason.STOP, stop_token_id=last))
-        elif request.emitted_ids and req.num_output_tokens >= req.max_output_tokens:
-            events.append(_finished(req, FinishReason.LENGTH))
-        else:
-            self._requests[request.request_id] = req
-            self._scheduler.add(req)
+        self._requests[request.request_id] = req
+        self._scheduler.add(req)
 
     def _refusal(self, request: EngineRequest) -> tuple[ErrorCode, str] | None:
         num_prompt = len(request.prompt_ids)
@@ -234,10 +236,7 @@ class PagedEngine:
                 req.first_token_at_s = now
             lp = (logprobs[i],) if i in logprobs else None
             events.append(TokensEvent(request_id=req.request_id, token_ids=(token_id,), logprobs=lp))
-            if token_id in req.stop_ids and req.num_output_tokens >= req.request.sampling.min_tokens:
-                self._end(req, FinishReason.STOP, events, stop_token_id=token_id)
-            elif req.num_output_tokens >= req.max_output_tokens:
-                self._end(req, FinishReason.LENGTH, events)
+            self._end_if_complete(req, token_id, events)
         for chunk in plan.chunks:
             if chunk.is_last and not chunk.samples and chunk.req.stage is not Stage.FINISHED:
                 self._end(chunk.req, FinishReason.LENGTH, events)  # nothing was to be generated
@@ -252,6 +251,12 @@ class PagedEngine:
             self._scheduler.lengths.ended(req)
         self._leave(req, is_completed=is_completed)
         events.append(_finished(req, reason, stop_token_id=stop_token_id))
+
+    def _end_if_complete(self, req: RequestState, last_token_id: int, events: list[Event]) -> None:
+        if last_token_id in req.stop_ids and req.num_output_tokens >= req.request.sampling.min_tokens:
+            self._end(req, FinishReason.STOP, events, stop_token_id=last_token_id)
+        elif req.is_complete:
+            self._end(req, FinishReason.LENGTH, events)
 
     def _end_broken(self, req: RequestState, events: list[Event]) -> None:
         message = f"the logits of output token {req.num_output_tokens} were not numbers"

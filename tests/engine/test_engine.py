@@ -276,6 +276,18 @@ def test_an_epoch_that_finds_everything_generated_ends_at_once() -> None:
     assert (outcome.ends["stop"].reason, outcome.ends["stop"].stop_token_id) == (FinishReason.STOP, EOS_ID)
 
 
+def test_finish_right_after_add_cuts_even_a_complete_epoch_shorter() -> None:
+    engine = build_scripted_engine()
+    engine.add(request("whole", max_tokens=3, emitted_ids=(65, 66, 67)))
+    engine.finish("whole", 2)
+    engine.add(request("part", max_tokens=30, emitted_ids=(65, 66, 67)))
+    engine.finish("part", 1)
+    outcome = run(engine)
+    assert outcome.tokens == {}
+    ends = [(outcome.ends[name].reason, outcome.ends[name].num_output_tokens) for name in ("whole", "part")]
+    assert ends == [(FinishReason.STOP, 2), (FinishReason.STOP, 1)]
+
+
 # ----------------------------------------------------------------------------------------------------- cache and books
 
 
