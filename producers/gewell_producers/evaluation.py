@@ -2,11 +2,16 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from gewell.errors import JobFailed
+from gewell.eval.divergence import LogProbs, spread_positions
 from gewell.eval.questions import Question
 from gewell.eval.report import Answer
+from gewell.job import MAX_LOGPROBS
 from gewell.protocol import FinalRecord, Lane, State
+from gewell.text.chat import ChatRenderer
 from gewell_producers.client import Client
 from gewell_producers.job import Job
 
@@ -53,3 +58,45 @@ def ask(
         progress(len(records))
     for job, question in zip(jobs, questions, strict=True):
         yield question, to_answer(records[job.id])
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in an answer: the model is asked for the token after `ids`."""
+
+    group: str
+    ids: tuple[int, ...]
+
+
+def answer_positions(
+    client: Client, questions: Sequence[Question], renderer: ChatRenderer, most: int
+) -> Iterator[Position]:
+    """Up to `most` places in each question's likeliest answer, evenly spread. Raises JobFailed for a failed answer."""
+    jobs = [question_job(question) for question in questions]
+    for question, record in zip(questions, client.gather(jobs), strict=True):
+        if record.state is not State.DONE:
+            raise JobFailed(record.id, record.to_dict())
+        prompt = renderer.render(question.messages, tools=question.tools, thinking=question.thinking).ids
+        for n in spread_positions(len(record.token_ids), most):
+            yield Position(question.group, (*prompt, *record.token_ids[:n]))
+
+
+def next_token_logprobs(client: Client, positions: Sequence[Position]) -> list[LogProbs]:
+    """The likeliest tokens at each position. Raises JobFailed."""
+    jobs = [
+        Job.completion(
+            position.ids,
+            job={"stream": False},
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            logprobs=MAX_LOGPROBS,
+        )
+        for position in positions
+    ]
+    found: list[LogProbs] = []
+    for record in client.gather(jobs):
+        if record.state is not State.DONE or not record.logprobs:
+            raise JobFailed(record.id, record.to_dict())
+        found.append({entry["id"]: entry["lp"] for entry in record.logprobs[0]["top"]})
+    return found

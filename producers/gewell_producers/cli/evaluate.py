@@ -1,8 +1,11 @@
 """`gewell eval`: how well a model answers, measured through the queue."""
 
 import contextlib
+import json
+import shlex
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +16,18 @@ from rich.table import Table
 
 from gewell.config import ModelConfig
 from gewell.errors import ConfigError
+from gewell.eval.divergence import Divergence, LogProbs, summarize
 from gewell.eval.questions import Question, file_questions, niah_questions, task_questions
 from gewell.eval.report import Report, make_report
 from gewell.eval.tasks.sample import CountTokens
 from gewell.eval.tasks.suite import NIAH_LENGTHS, TASKS
 from gewell.model_store import model_path
+from gewell.text.chat import load_chat
 from gewell.text.tokenizer import load_tokenizer
 from gewell_producers.cli.options import Namespace, Redis, connect
 from gewell_producers.client import Client
 from gewell_producers.demo.processes import server_and_worker
-from gewell_producers.evaluation import ask
+from gewell_producers.evaluation import answer_positions, ask, next_token_logprobs
 
 app = typer.Typer(help="Measure how well a model answers.", no_args_is_help=True)
 
@@ -85,6 +90,57 @@ def niah(
     _evaluate(model, folder, questions, {"kind": "niah", "seed": seed}, least, json_out, png, redis, ns)
 
 
+@app.command()
+def kl(
+    model: Model,
+    against: Annotated[str | None, typer.Option(help="The model to compare; default: the same one.")] = None,
+    options: Annotated[str, typer.Option(help="Options of `gewell up` for MODEL, in quotes.")] = "",
+    against_options: Annotated[str, typer.Option(help="Options of `gewell up` for the other run.")] = "",
+    num: Annotated[int, typer.Option("-n", min=1, help="Questions of each task.")] = 4,
+    positions: Annotated[int, typer.Option(min=1, help="Places in each answer.")] = 8,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """Compare next-token distributions of two runs on the answers of the first: another type, format or checkpoint.
+
+    For example `--options "--dtype float32" --against-options "--dtype bfloat16"`. Both models need the same tokenizer.
+    """
+    console = Console(highlight=False)
+    folder, other = model_path(model), model_path(against or model)
+    count, tokenizer = _counter(folder), load_tokenizer(folder)
+    max_context = ModelConfig.from_dir(folder).max_position_embeddings
+    questions = [
+        *task_questions([name for name in TASKS if name != "niah"], num, count=count, seed=seed),
+        *niah_questions(num, count=count, max_context=max_context, lengths=NIAH_LENGTHS[:2], seed=seed),
+    ]
+    with console.status(f"answers of {model}"), _own_client(folder, shlex.split(options)) as client:
+        places = list(answer_positions(client, questions, load_chat(folder, tokenizer), positions))
+        reference = next_token_logprobs(client, places)
+    with console.status("the other run"), _own_client(other, shlex.split(against_options)) as client:
+        compared = next_token_logprobs(client, places)
+    pairs: dict[str, list[tuple[LogProbs, LogProbs]]] = {}
+    for place, a, b in zip(places, reference, compared, strict=True):
+        pairs.setdefault(place.group, []).append((a, b))
+    found = {group: summarize(values) for group, values in pairs.items()}
+    found["all"] = summarize([pair for values in pairs.values() for pair in values])
+    console.print(_divergence_table(f"{model} {options}", f"{against or model} {against_options}", found))
+    if json_out is not None:
+        values = {group: asdict(divergence) for group, divergence in found.items()}
+        json_out.write_text(
+            json.dumps({"model": model, "against": against or model, "groups": values}, indent=1) + "\n"
+        )
+
+
+def _divergence_table(reference: str, other: str, found: dict[str, Divergence]) -> Table:
+    table = Table(title=f"{reference.strip()} -> {other.strip()}, KL in nats")
+    for name in ("", "positions", "mean", "99 %", "most", "same choice, %"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for group, d in found.items():
+        numbers = (f"{d.mean_kl:.2e}", f"{d.p99_kl:.2e}", f"{d.max_kl:.2e}", f"{100 * d.same_choice:.2f}")
+        table.add_row(group, str(d.num_positions), *numbers)
+    return table
+
+
 def _evaluate(
     model: str,
     folder: Path,
@@ -121,11 +177,11 @@ def _evaluate(
 
 def _table(report: Report) -> Table:
     table = Table(title=report.model)
-    for name in ("", "questions", "right", "95 % interval", "prompt tokens", "cut off", "errors"):
-        table.add_column(name, justify="right" if name else "left")
+    for name in ("", "asked", "right, %", "95 % within", "prompt", "cut off", "errors"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for group in report.groups:
-        interval = f"{group.low:.1%} to {group.high:.1%}"
-        numbers = (str(group.num_questions), f"{group.score:.1%}", interval, f"{group.prompt_tokens:.0f}")
+        interval = f"{100 * group.low:.1f} - {100 * group.high:.1f}"
+        numbers = (str(group.num_questions), f"{100 * group.score:.1f}", interval, f"{group.prompt_tokens:.0f}")
         table.add_row(group.name, *numbers, str(group.num_cut_off), str(group.num_errors))
     return table
 
@@ -140,8 +196,14 @@ def _client(folder: Path, redis: str | None, ns: str | None, console: Console) -
         return
     with contextlib.ExitStack() as stack:
         with console.status("starting a server and a worker"):
-            url = stack.enter_context(server_and_worker(str(folder)))
-        yield stack.enter_context(Client(url, namespace="gewell"))
+            client = stack.enter_context(_own_client(folder))
+        yield client
+
+
+@contextlib.contextmanager
+def _own_client(folder: Path, options: Sequence[str] = ()) -> Iterator[Client]:
+    with server_and_worker(str(folder), options=options) as url, Client(url, namespace="gewell") as client:
+        yield client
 
 
 def _counter(folder: Path) -> CountTokens:

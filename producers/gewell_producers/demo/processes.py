@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gewell.embedded import EmbeddedServer
@@ -21,20 +21,23 @@ class WorkerFailed(QueueError):
 
 
 @contextlib.contextmanager
-def server_and_worker(model: str, *, rows: int | None = None) -> Iterator[str]:
-    """A server in a temporary folder and a worker on it that serves `model`; yields the server's URL."""
+def server_and_worker(model: str, *, rows: int | None = None, options: Sequence[str] = ()) -> Iterator[str]:
+    """A server in a temporary folder and a worker on it that serves `model`; yields the server's URL.
+
+    options   further options of `gewell up`, as on its command line
+    """
     with (
         tempfile.TemporaryDirectory(prefix="gewell-demo-") as folder,
         EmbeddedServer(Path(folder) / "queue") as server,
-        _worker(server.url, model, Path(folder), rows),
+        _worker(server.url, model, Path(folder), rows, options),
     ):
         yield server.url
 
 
 @contextlib.contextmanager
-def _worker(url: str, model: str, folder: Path, rows: int | None) -> Iterator[None]:
+def _worker(url: str, model: str, folder: Path, rows: int | None, options: Sequence[str]) -> Iterator[None]:
     log = folder / "worker.log"
-    command = [sys.executable, "-m", "gewell_workers", "--redis", url, "--model", model]
+    command = [sys.executable, "-m", "gewell_workers", "--redis", url, "--model", model, *options]
     if rows is not None:
         command += ["--rows", str(rows)]
     with log.open("wb") as sink:
