@@ -299,6 +299,11 @@ class AsyncClient:
         raw = await self._call(self._redis.hget, self.keys.job(job_id), JobField.STATE)
         return None if raw is None else State(raw.decode())
 
+    async def digest(self, job_id: str) -> str | None:
+        """Digest of the request that the id belongs to; None: no worker has looked at such a job."""
+        raw = await self._call(self._redis.hget, self.keys.job(job_id), JobField.DIGEST)
+        return None if raw is None else raw.decode()
+
     # --- operating ----------------------------------------------------------------------------------------------------
 
     async def cancel(

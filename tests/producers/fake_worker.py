@@ -14,6 +14,7 @@ from typing import Any, Self
 import orjson
 import redis
 
+from gewell.job import digest
 from gewell.protocol import (
     FENCE_SEQ,
     FIRST_CHUNK_SEQ,
@@ -47,7 +48,8 @@ class FakeJob:
         """Take the job over in a new epoch; `keep` tokens stay, by default all."""
         link, out = self.worker.link, self.worker.keys.out(self.id)
         self.epoch = link.hincrby(self.worker.keys.job(self.id), JobField.EPOCH, 1)
-        link.hset(self.worker.keys.job(self.id), JobField.STATE, State.RUNNING)
+        facts = {JobField.STATE: State.RUNNING, JobField.DIGEST: digest(self.body)}
+        link.hset(self.worker.keys.job(self.id), mapping=facts)
         if keep is not None:
             self.ids = self.ids[:keep]
         link.xadd(out, {"fence": 1}, id=f"{self.epoch}-{FENCE_SEQ}")
@@ -120,7 +122,8 @@ class FakeWorker:
             with contextlib.suppress(redis.ResponseError):
                 self.link.xgroup_create(self.keys.jobs(lane), GROUP, id="0", mkstream=True)
             self.link.xgroup_createconsumer(self.keys.jobs(lane), GROUP, "fake")
-        self.link.set(self.keys.worker("fake"), 1, ex=600)
+        self.link.hset(self.keys.worker("fake"), "status", "ready")
+        self.link.expire(self.keys.worker("fake"), 600)
         self.link.hset(self.keys.info, mapping={InfoField.MODEL: "fake", InfoField.MAX_QUEUE_LEN: self._max_queue_len})
 
     def die(self) -> None:
@@ -170,7 +173,8 @@ class FakeWorker:
         standing = self.link.get(self.keys.res(job.id))
         if standing is not None:  # a duplicate: answered from the record
             self.num_duplicates += 1
-            self.link.xadd(self.keys.inbox(job.body["reply_to"]), inbox_entry(standing, job.id, State.DONE))
+            if job.body.get("reply_to"):
+                self.link.xadd(self.keys.inbox(job.body["reply_to"]), inbox_entry(standing, job.id, State.DONE))
             self.link.xack(self.keys.jobs(job.lane), GROUP, job.entry_id)
             self.link.xdel(self.keys.jobs(job.lane), job.entry_id)
             return
