@@ -7,7 +7,7 @@ Two readers of a vocabulary share one protocol: `HFTokenizer` (a `tokenizer.json
 import json
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,12 @@ GEMMA_CONTROL_TOKENS = (
     "<audio|>", "<|video|>",
 )  # fmt: skip
 
+# BPE over one long word costs n log n; lines are tokenised in pieces of about this many characters (2 cores, 328k
+# characters: whole 0.66 s, pieces of 1000 0.37 s, of 16000 0.56 s).
+_PIECE_CHARS = 1000
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LINE_END = re.compile(r"\n(?!\n)")
 
 
 class Tokenizer(Protocol):
@@ -97,6 +102,8 @@ class HFTokenizer:
         self._control_ids = frozenset(controls.values())
         self._control_pattern = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
         self._pieces = _pieces(vocab, controls)
+        # Where no token goes on behind a newline, text may be cut there and gives the same ids.
+        self._can_cut_lines = not any(b"\n" in piece and piece.strip(b"\n") for piece in self._pieces)
 
     @classmethod
     def from_file(cls, path: Path) -> "HFTokenizer":
@@ -132,7 +139,9 @@ class HFTokenizer:
             return []
         if not text.isascii():
             text = _utf8(text).decode()
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []
+        for piece in _cut_lines(text) if self._can_cut_lines else (text,):
+            ids += self._backend.encode(piece, add_special_tokens=False).ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -184,6 +193,18 @@ def _pieces(vocab: dict[str, int], controls: dict[str, int]) -> Sequence[bytes]:
         else:
             pieces[token_id] = (token if token in controls else token.replace("▁", " ")).encode()
     return pieces
+
+
+def _cut_lines(text: str) -> Iterator[str]:
+    """The text in pieces of about `_PIECE_CHARS`, each ending behind a newline that no newline follows."""
+    start = 0
+    while len(text) - start > _PIECE_CHARS:
+        match = _LINE_END.search(text, start + _PIECE_CHARS)
+        if match is None:
+            break
+        yield text[start : match.end()]
+        start = match.end()
+    yield text[start:]
 
 
 def _utf8(text: str) -> bytes:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gewell.errors import CheckpointError
 from gewell.text.tokenizer import ByteTokenizer, HFTokenizer, TokenizerCache, load_tokenizer
@@ -43,6 +45,12 @@ def test_bytes_of_the_ids_are_the_text(gemma4: HFTokenizer) -> None:
 def test_merges_are_used(gemma4: HFTokenizer) -> None:
     assert len(gemma4.encode(" the")) == 1
     assert len(gemma4.encode("  ")) == 1
+
+
+@given(st.lists(st.sampled_from(["the ", "\n", "\n\n", "x" * 400, " ", "é🙂"]), max_size=30))
+def test_long_text_is_cut_only_where_no_token_lies(gemma4: HFTokenizer, parts: list[str]) -> None:
+    text = "".join(parts)
+    assert gemma4.encode(text) == gemma4._backend.encode(text, add_special_tokens=False).ids
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(gemma4: HFTokenizer) -> None:
