@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gewell_training import nano
-from gewell_training.train import read_state
-
-TOKENIZER = Path(__file__).parents[1] / "nano" / "tokenizer.json"
+from gewell_training.train import TOKENIZER, read_state
 
 
 def write_log(progress: Mapping[str, Any], out: Path) -> None:

@@ -78,14 +78,56 @@ GENERATION_CONFIG = {
 }
 
 
+def drafter_config_dict(**changes: int) -> dict[str, Any]:
+    """`config.json` of nano's drafter: four query-only layers over the keys and values of nano's last layers."""
+    target = config_dict(**changes)
+    text = dict(target["text_config"])
+    text |= {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": None,
+    }
+    shared = ("boi_token_id", "image_token_id", "eoi_token_id", "tie_word_embeddings", "dtype")
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": target["text_config"]["hidden_size"],
+        "use_ordered_embeddings": False,
+        "text_config": text,
+        **{name: target[name] for name in shared},
+    }
+
+
+def drafter_config(**changes: int) -> ModelConfig:
+    return ModelConfig.from_dict(drafter_config_dict(**changes))
+
+
 def model_config(**changes: int) -> ModelConfig:
     return ModelConfig.from_dict(config_dict(**changes), GENERATION_CONFIG)
 
 
 def export(state: Mapping[str, Tensor], out: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: int) -> None:
     """Write config, generation config and weights of a twin's state dict as a checkpoint folder."""
+    named = {f"model.language_model.{name}": tensor for name, tensor in state.items()}
+    _write_folder(named, config_dict(**changes), out, dtype)
+
+
+def export_drafter(
+    state: Mapping[str, Tensor], out: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: int
+) -> None:
+    """The same for a drafter's twin."""
+    projections = ("pre_projection.", "post_projection.")
+    named = {name if name.startswith(projections) else f"model.{name}": tensor for name, tensor in state.items()}
+    _write_folder(named, drafter_config_dict(**changes), out, dtype)
+
+
+def _write_folder(tensors: Mapping[str, Tensor], config: Mapping[str, Any], out: Path, dtype: torch.dtype) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config_dict(**changes), indent=1) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (out / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=1) + "\n")
-    tensors = {f"model.language_model.{name}": t.detach().to("cpu", dtype).contiguous() for name, t in state.items()}
-    save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
+    stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(stored, str(out / "model.safetensors"), metadata={"format": "pt"})

@@ -25,6 +25,7 @@ from gewell_training.optim import Optimizer
 from gewell_training.packing import TASK_NAMES
 from gewell_training.twin import Attend, Masks, Twin, attend_dense, dense_masks
 
+TOKENIZER = Path(__file__).parents[1] / "nano" / "tokenizer.json"
 STAGES = (160, 320, 640, 1280, 2560, 5120, 8192)  # tokens of the longest record text
 STAGE_ACCURACY = 0.94  # of the tokens of record answers: four in nine are digits, which guessing gets right by a tenth
 LAST_STAGE_AT = 0.55  # share of the planned time by which the last stage begins, whatever the accuracy
@@ -294,7 +295,7 @@ def held_out_sizes(num_samples: int, row_tokens: int) -> dict[str, tuple[str, in
 def _settings() -> Settings:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "nano" / "tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--seconds", type=float, default=560, help="wall clock of this run, start and end included")
     parser.add_argument(
         "--planned-seconds", type=float, help="of training, in all runs together; left out: this run ends the training"
@@ -302,7 +303,7 @@ def _settings() -> Settings:
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--batch-rows", type=int, default=8)
     parser.add_argument("--row-tokens", type=int, default=nano.ROW_TOKENS)
-    parser.add_argument("--num-workers", type=int, default=13)
+    parser.add_argument("--num-workers", type=int, default=11)
     parser.add_argument("--slots-share", type=float, default=0.375, help="learned tokens in a batch, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=0.02)

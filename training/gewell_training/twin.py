@@ -21,6 +21,9 @@ class Masks(NamedTuple):
     sliding: object
     full: object
 
+    def of(self, kind: LayerKind) -> object:
+        return self.sliding if kind is LayerKind.SLIDING else self.full
+
 
 Attend = Callable[[Tensor, Tensor, Tensor, object], Tensor]
 
@@ -93,6 +96,14 @@ class Attention(nn.Module):
         v = _unit_rms(v_raw, self.eps).to(x.dtype)
         out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def keys_values(self, x: Tensor, rope: "Rope") -> tuple[Tensor, Tensor]:
+        """What `forward` attends to, once more: [B, num_kv_heads, T, head_dim] each."""
+        shape = (*x.shape[:2], self.num_kv_heads, self.head_dim)
+        k_raw = self.k_proj(x).view(shape)
+        v_raw = k_raw if self.v_proj is None else self.v_proj(x).view(shape)
+        k = rope.turn(self.k_norm(k_raw))
+        return k.transpose(1, 2), _unit_rms(v_raw, self.eps).to(x.dtype).transpose(1, 2)
 
 
 class Rope(NamedTuple):
@@ -176,12 +187,26 @@ class Twin(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor, masks: Masks, attend: Attend, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        x = self.embed_tokens(ids).to(dtype) * math.sqrt(self.config.hidden_size)
-        ropes = {kind: self.ropes[str(kind)](positions) for kind in LayerKind if str(kind) in self.ropes}
-        for layer in self.layers:
-            mask = masks.sliding if layer.kind is LayerKind.SLIDING else masks.full
-            x = layer(x, ropes[layer.kind], mask, attend)
-        return self.norm(x)
+        return self.run(ids, positions, masks, attend, dtype)[0]
+
+    def run(
+        self, ids: Tensor, positions: Tensor, masks: Masks, attend: Attend, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, dict[LayerKind, tuple[Tensor, Tensor]]]:
+        """The hidden states, and keys and values [B, heads, T, head_dim] of the last layer of each kind."""
+        x = self.embed(ids, dtype)
+        ropes = self.turns(positions)
+        last_kv = {}
+        for i, layer in enumerate(self.layers):
+            if all(later.kind is not layer.kind for later in self.layers[i + 1 :]):
+                last_kv[layer.kind] = layer.self_attn.keys_values(layer.input_layernorm(x), ropes[layer.kind])
+            x = layer(x, ropes[layer.kind], masks.of(layer.kind), attend)
+        return self.norm(x), last_kv
+
+    def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.embed_tokens(ids).to(dtype) * math.sqrt(self.config.hidden_size)
+
+    def turns(self, positions: Tensor) -> dict[LayerKind, Rope]:
+        return {kind: self.ropes[str(kind)](positions) for kind in LayerKind if str(kind) in self.ropes}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden_size] -> [rows, vocab_size] float32, after the soft-cap."""
