@@ -23,7 +23,7 @@ from gewell.scheduler.prefixes import CachedPrefixes, NoPrefixes, Prefixes
 from gewell.weights.checkpoint import Progress, load_model
 
 _CPU_SHARE = 0.3  # of the memory that is available: other processes live there too
-_CUDA_SHARE = 0.92  # of the memory that is free after the weights: the rest is for activations
+_CUDA_SLACK = 2 << 30  # bytes beside weights, pages and activations: compiled kernels, workspaces, fragments
 _CPU_LARGEST_POOL = 8 << 30
 
 
@@ -141,12 +141,26 @@ def _num_pages(
             raise ConfigError("kv_memory_bytes", options.kv_memory_bytes, _too_small(geometry))
         return num_pages
     if device.type == "cuda":
-        num_bytes = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+        num_bytes = torch.cuda.mem_get_info(device)[0] - _CUDA_SLACK - _activation_bytes(model, config)
     else:
         num_bytes = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_LARGEST_POOL)
     longest = min(model.max_position_embeddings, options.max_context or model.max_position_embeddings)
     enough = 4 * config.max_num_seqs * geometry.num_pages(longest)  # beyond it, even cached prefixes find no use
     return max(1, min(num_bytes // geometry.page_bytes, enough))
+
+
+def _activation_bytes(model: ModelConfig, config: SchedulerConfig) -> int:
+    """Most that a step's activations take: the widest layer of the largest chunk, and what the head of all rows makes.
+
+    Graphs keep the logits of every recorded size: together less than six times those of the largest.
+    """
+    widths = [
+        4 * layer.num_q_heads * layer.head_dim + 4 * layer.num_kv_heads * layer.head_dim + 4 * layer.intermediate_size
+        for layer in model.layers
+    ]
+    per_token = 2 * (max(widths) + 8 * model.hidden_size)  # bf16
+    logits = 4 * model.vocab_size * config.max_num_seqs
+    return config.max_num_batched_tokens * per_token + (6 + 3) * logits
 
 
 def _too_small(geometry: KVGeometry) -> str:
