@@ -5,6 +5,7 @@ tokens with control tokens off, so that a marker typed by a user stays text. Tex
 segment are kept and found again when the conversation comes back with its next turn.
 """
 
+import json
 import threading
 from array import array
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gewell.errors import InvalidRequest
+from gewell.errors import CheckpointError, InvalidRequest
 from gewell.text.jinja_template import JinjaTurns, read_file, read_template
 from gewell.text.messages import count_images, normalize_messages
 from gewell.text.prompt_parts import IMAGE, Control, Mark, Message, Part, TurnTemplate
@@ -160,13 +161,13 @@ def load_chat(model_dir: Path, tokenizer: Tokenizer, template: Path | None = Non
     own = read_template(model_dir)
     if own is not None:
         return ChatRenderer(tokenizer, JinjaTurns(own[0], tokenizer, name=own[1]))
-    return ChatRenderer(tokenizer, built_in_template(tokenizer))
+    return ChatRenderer(tokenizer, built_in_template(tokenizer, is_small=_has_per_layer_inputs(model_dir)))
 
 
-def built_in_template(tokenizer: Tokenizer) -> TurnTemplate:
-    """The family's template, told by its turn tokens."""
+def built_in_template(tokenizer: Tokenizer, *, is_small: bool = False) -> TurnTemplate:
+    """The family's template, told by its turn tokens. `is_small`: Gemma 4 E2B or E4B, whose turns differ a little."""
     if tokenizer.control_id("<|turn>") is not None:
-        return Gemma4Turns()
+        return Gemma4Turns(empty_thought=not is_small)
     if tokenizer.control_id("<start_of_turn>") is not None:
         return Gemma3Turns()
     return PlainTurns()
@@ -180,6 +181,18 @@ def _filled(starts: Mapping[int, int], num_messages: int) -> tuple[int, ...]:
     for idx in range(num_messages):
         result.append(starts.get(idx, result[-1] if result else 0))
     return tuple(result)
+
+
+def _has_per_layer_inputs(model_dir: Path) -> bool:
+    """Whether the folder's model is an E2B or E4B. A folder without a config is none (a tokenizer alone)."""
+    try:
+        config = json.loads((model_dir / "config.json").read_bytes())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{model_dir / 'config.json'}: {e}") from e
+    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    return bool(text.get("hidden_size_per_layer_input"))
 
 
 def _next_turns(tools: Tools, thinking: bool) -> Iterator[list[dict[str, Any]]]:

@@ -316,6 +316,15 @@ def test_gemma3_system_message_opens_the_first_user_turn(gemma3: HFTokenizer) ->
         chat.render(messages, tools=[WEATHER])
 
 
+def test_small_gemma4_models_open_no_empty_thought(gemma4: HFTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size_per_layer_input": 256}}')
+    chat = load_chat(tmp_path, gemma4)
+    assert text_of(gemma4, chat.render([USER]).ids).endswith("<|turn>model\n")
+    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size_per_layer_input": 0}}')
+    chat = load_chat(tmp_path, gemma4)
+    assert text_of(gemma4, chat.render([USER]).ids).endswith("<|channel>thought\n<channel|>")
+
+
 def test_bytes_get_plain_turns() -> None:
     chat = renderer(ByteTokenizer(), "built-in")
     prompt = chat.render([USER, {"role": "assistant", "content": "a"}])
