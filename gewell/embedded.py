@@ -29,7 +29,7 @@ class Persistence(StrEnum):
     """What survives a crash of the server: the promise of the whole queue hangs on it."""
 
     ALWAYS = "always"  # every accepted command
-    EVERYSEC = "everysec"  # all but the last second at a power cut; a killed server process loses nothing
+    EVERYSEC = "everysec"  # all but the last second or two, at a power cut or when the server process is killed
     NONE = "none"  # a restart begins empty
 
 

@@ -118,7 +118,7 @@ class Harness:
         self.job_ids: set[str] = set()  # all that were submitted
 
     def start_worker(
-        self, *args: str, wait: bool = True, step_s: float = 0.0, eos_odds: int = 0, url: str | None = None
+        self, *args: str, wait: bool = True, step_s: float = 0.0, poison: str = "", url: str | None = None
     ) -> WorkerProcess:
         worker = WorkerProcess(
             url or self.server.url,
@@ -126,7 +126,7 @@ class Harness:
             self._folder / f"worker-{len(self._workers)}.log",
             *("--lease-s", str(LEASE_S), *args),
             GEWELL_SCRIPTED_STEP_S=str(step_s),
-            GEWELL_SCRIPTED_EOS_ODDS=str(eos_odds),
+            GEWELL_SCRIPTED_POISON=poison,
         )
         self._workers.append(worker)
         if wait:
@@ -210,21 +210,26 @@ class Harness:
 
 
 def check_entries(entries: list[tuple[EntryId, Any]]) -> tuple[list[int], dict[str, str]]:
-    """Ids increase without a gap inside an epoch, every epoch opens with fence and restart; returns the sum."""
+    """Ids increase without a gap inside an epoch, every epoch opens with fence and restart; returns the sum.
+
+    Only a stream that the server had lost may begin anew in mid-epoch, with a restart that keeps nothing.
+    """
     ids: list[int] = []
     texts: dict[str, str] = {}
     last: EntryId | None = None
     for entry_id, entry in entries:
-        if last is None or entry_id.epoch != last.epoch:
-            assert entry_id.seq == 0
+        assert last is None or entry_id > last, f"{last} is followed by {entry_id}"
+        if isinstance(entry, Restart) and entry_id.seq > 1:
+            assert entry.keep == 0, f"{entry_id} keeps {entry.keep} in mid-epoch"
+        elif last is None or entry_id.epoch != last.epoch:
+            assert entry_id.seq == 0, f"epoch {entry_id.epoch} opens with {entry_id}, after {last}"
             assert isinstance(entry, Fence)
         else:
             assert entry_id.is_next_after(last), f"{last} is followed by {entry_id}"
         if isinstance(entry, Restart):
-            assert entry_id.seq == 1 or entry.keep == 0
             if entry.keep < len(ids):
                 ids, texts = [], {}
-            assert entry.keep == len(ids)
+            assert entry.keep == len(ids), f"{entry_id} keeps {entry.keep} of {len(ids)}"
         if isinstance(entry, Chunk):
             ids.extend(entry.ids)
             texts[entry.channel] = texts.get(entry.channel, "") + entry.text

@@ -12,6 +12,7 @@ from gewell.job import Job
 from gewell.protocol import CANCEL_MARKER_TTL_S, CancelKind, EntryId, Keys, is_valid_id
 from gewell_workers.claim import Taken, covers_group, covers_id
 from gewell_workers.jobs import HeldJob, ParkedJob
+from gewell_workers.probation import Suspect
 from gewell_workers.resp import Client, pack, raise_error
 
 _MAX_RECENT = 10_000
@@ -62,7 +63,7 @@ def hits_held(cancel: Cancel, job: HeldJob) -> bool:
     return is_hit(cancel, job.taken.job_id, job.conversation_id, job.tenant, job.taken.entry_id)
 
 
-def hits_parked(cancel: Cancel, job: ParkedJob) -> bool:
+def hits_waiting(cancel: Cancel, job: ParkedJob | Suspect) -> bool:
     return is_hit(cancel, job.job_id, job.conversation_id, job.tenant, job.entry_id)
 
 

@@ -7,7 +7,7 @@ transaction; later ones need to see what stands before they say how much of it t
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gewell.protocol import (
@@ -32,6 +32,7 @@ class Taken:
     """An entry of a jobs stream that is pending with us.
 
     is_crash    it was pending with a worker that died, not new and not handed back
+    is_trial    it comes out of probation: it may join the batch now
     """
 
     lane: Lane
@@ -39,6 +40,7 @@ class Taken:
     job_id: str
     body: bytes
     is_crash: bool = False
+    is_trial: bool = False
 
     @property
     def entry(self) -> str:
@@ -60,7 +62,7 @@ class Known:
     seed: int
     epoch: int
     crashes: int
-    was_started: bool
+    started_at_ms: int | None  # in the batch of a worker that has not finished it
     is_cancelled: bool
 
 
@@ -147,7 +149,7 @@ def _known(taken: Taken, fields: Sequence[bytes | None], markers: Sequence[bytes
         seed=int(seed),
         epoch=int(epoch or 0),
         crashes=int(crashes or 0),
-        was_started=started is not None,
+        started_at_ms=None if started is None else int(started),
         is_cancelled=_is_cancelled(taken.entry_id, [None if marker is None else marker.decode() for marker in markers]),
     )
 
@@ -185,26 +187,42 @@ class Wanted:
     def epoch(self) -> int:
         return self.known.epoch + 1
 
+    @property
+    def is_claimable(self) -> bool:
+        """Not over, and not another entry's job: it may have become so between two looks at it."""
+        return self.known.state not in TERMINAL_STATES and self.known.entry == self.taken.entry
+
 
 async def claim_jobs(
     client: Client, keys: Keys, wanted: Sequence[Wanted], *, worker_id: str, fingerprint: str, now_ms: int
 ) -> list[Claim | None]:
     """Claim jobs whose hashes are watched. None: somebody else has it, or it is over."""
+    everything, wanted = wanted, [one for one in wanted if one.is_claimable]
     if not wanted:
         await client.call("UNWATCH")
-        return []
+        return [None] * len(everything)
     commands = [_claim_commands(keys, one, worker_id, fingerprint, now_ms) for one in wanted]
     replies = await client.batch([pack("MULTI"), *(command for part in commands for command in part), pack("EXEC")])
     for reply in replies[:-1]:
         raise_error(reply)  # refused while queueing (out of memory, read-only): nothing was written
     executed = raise_error(replies[-1])
+    claims: dict[str, Claim | None] = {}
     if executed is None:
-        return await _claim_singly(client, keys, wanted, worker_id=worker_id, fingerprint=fingerprint, now_ms=now_ms)
-    claims: list[Claim | None] = []
-    for one, part in zip(wanted, commands, strict=True):
-        answers, executed = executed[: len(part)], executed[len(part) :]
-        claims.append(await _finish_claim(client, keys, one, answers, fingerprint))
-    return claims
+        for one in wanted:  # a watched job changed, so none was claimed: look at each again, alone
+            (known,) = await watch(client, keys, [one.taken])
+            (claims[one.taken.entry],) = await claim_jobs(
+                client,
+                keys,
+                [replace(one, known=known)],
+                worker_id=worker_id,
+                fingerprint=fingerprint,
+                now_ms=now_ms,
+            )
+    else:
+        for one, part in zip(wanted, commands, strict=True):
+            answers, executed = executed[: len(part)], executed[len(part) :]
+            claims[one.taken.entry] = await _finish_claim(client, keys, one, answers, fingerprint)
+    return [claims.get(one.taken.entry) for one in everything]
 
 
 def _claim_commands(keys: Keys, one: Wanted, worker_id: str, fingerprint: str, now_ms: int) -> list[bytes]:
@@ -262,22 +280,6 @@ async def _finish_claim(
 
 
 _OLD_ID = "equal or smaller"  # in the server's refusal of an entry id below the stream's top
-
-
-async def _claim_singly(
-    client: Client, keys: Keys, wanted: Sequence[Wanted], *, worker_id: str, fingerprint: str, now_ms: int
-) -> list[Claim | None]:
-    """A watched job changed, so none was claimed: look at each again, alone."""
-    claims: list[Claim | None] = []
-    for one in wanted:
-        (known,) = await watch(client, keys, [one.taken])
-        if known.state in TERMINAL_STATES or known.entry != one.taken.entry:
-            await client.call("UNWATCH")
-            claims.append(None)
-            continue
-        again = Wanted(taken=one.taken, known=known, is_crash=one.is_crash)
-        claims += await claim_jobs(client, keys, [again], worker_id=worker_id, fingerprint=fingerprint, now_ms=now_ms)
-    return claims
 
 
 async def _repair_epoch(client: Client, keys: Keys, job_id: str, epoch: int) -> int | None:

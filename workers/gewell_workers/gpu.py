@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from gewell.engine.api import Engine, Event, FinishedEvent
 from gewell.errors import QueueError
 from gewell.protocol import CANCEL_STREAM_TTL_S, CTL_STREAM_TTL_S, ControlVerb, Lane, WorkerField
 from gewell.text.chat import ChatRenderer
-from gewell_workers.cancel import Cancel, CancelLog, hits_held, hits_parked, parse_cancel, set_markers
+from gewell_workers.cancel import Cancel, CancelLog, hits_held, hits_waiting, parse_cancel, set_markers
 from gewell_workers.claim import Taken
 from gewell_workers.clock import ServerClock
 from gewell_workers.config import WorkerConfig
@@ -34,6 +34,7 @@ from gewell_workers.lanes import LaneReader, entries_of
 from gewell_workers.lease import Lease
 from gewell_workers.output_link import OutputLink
 from gewell_workers.prepare import Preparer, load_renderer
+from gewell_workers.probation import Probation, Suspect
 from gewell_workers.resp import Argument, Client, LinkLost, Reply, ReplyError, describe, pack, raise_error
 from gewell_workers.server_check import check_server, publish_info
 
@@ -77,6 +78,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._table = JobTable()
         self._cancels = CancelLog()
+        self._probation = Probation()
         self._clock = ServerClock()
         self._engine = EngineThread(engine, self._on_events, self._on_started, self._on_engine_failure)
         self._output = parts.output
@@ -105,6 +107,7 @@ class Worker:
             output=self._output,
             clock=self._clock,
             cancels=self._cancels,
+            probation=self._probation,
             max_parked=config.max_parked,
         )
 
@@ -181,6 +184,10 @@ class Worker:
     def _on_events(self, events: list[Event]) -> None:
         if self._leaving:
             events = [event for event in events if event.request_id not in self._leaving or self._has_left(event)]
+        if self._probation.has_trial:
+            for event in events:
+                if not isinstance(event, FinishedEvent):
+                    self._probation.saw_tokens(event.request_id, len(event.token_ids))
         self._output.step(events)
 
     def _on_started(self, job_ids: list[str]) -> None:
@@ -210,6 +217,7 @@ class Worker:
 
     def _on_done(self, job_id: str, epoch: int, outcome: str) -> None:
         job = self._table.drop(job_id, epoch)
+        self._probation.left([job_id])
         if job is not None and outcome != Outcome.WRITTEN and not job.is_ending:
             self._leaving.add(job_id)
             self._engine.cancel(job_id)
@@ -233,7 +241,7 @@ class Worker:
                     num_connects = self._read_client.num_connects
                 room = self._room()
                 lanes = [lane for lane in Lane if lane not in self._paused]
-                if not room or not lanes:
+                if not room or not lanes or self._probation.needs_empty_engine:
                     await self._wait_for_room()
                     continue
                 entries = await self._reader.read(room, lanes)
@@ -266,7 +274,7 @@ class Worker:
                 continue
             try:
                 lost = await self._lease.own_pending(self._table.entries)
-                room = self._room()
+                room = 0 if self._probation.needs_empty_engine else self._room()
                 entries = lost + (await self._lease.take_over(room) if room else [])
             except (LinkLost, ReplyError) as error:
                 await self._say_and_wait("looking for jobs of dead workers", error)
@@ -331,9 +339,14 @@ class Worker:
                 if job is not None and job.epoch == epoch and not job.is_ending:
                     self._output.expire(job_id)
                     self._engine.cancel(job_id)
-            due = [job for job in self._table.parked.values() if job.due_ms <= now_ms]
-            if due and not self._is_draining and self._trouble is None:
-                await self._unpark(due)
+            if self._is_draining or self._trouble is not None:
+                continue
+            due: list[ParkedJob] = []
+            if not self._probation.needs_empty_engine:
+                due = [job for job in self._table.parked.values() if job.due_ms <= now_ms]
+            group = self._probation.next_group(is_engine_empty=not self._table.held)
+            if due or group:
+                await self._fetch(due, group)
 
     async def _say_and_wait(self, what: str, error: Exception) -> None:
         """A lost connection is reported by its client; an error reply here. Never a busy loop."""
@@ -358,26 +371,29 @@ class Worker:
             async with asyncio.timeout(0.5):
                 await self._room_changed.wait()
 
-    async def _unpark(self, due: list[ParkedJob]) -> None:
-        """Read the bodies of parked jobs again and take them in."""
+    async def _fetch(self, due: list[ParkedJob], group: list[Suspect]) -> None:
+        """Read the bodies of parked jobs whose time has come, and of suspects whose trial begins, and take them in."""
+        waiting: list[ParkedJob | Suspect] = [*due, *group]
+        commands = [pack("XRANGE", self._keys.jobs(job.lane), job.entry_id, job.entry_id) for job in waiting]
         try:
-            replies = await self._watchless_batch(
-                [pack("XRANGE", self._keys.jobs(job.lane), job.entry_id, job.entry_id) for job in due]
-            )
+            await self._lease_client.wait_until_up()
+            replies = [raise_error(reply) for reply in await self._lease_client.batch(commands)]
         except (LinkLost, ReplyError) as error:
-            await self._say_and_wait("reading parked jobs", error)
+            for suspect in group:
+                self._probation.left([suspect.job_id])
+                self._probation.add(suspect)
+            await self._say_and_wait("reading jobs again", error)
             return
         entries: list[Taken] = []
-        for job, reply in zip(due, replies, strict=True):
-            entry = f"{job.lane}/{job.entry_id}"
-            self._table.parked.pop(entry, None)
-            self._table.entries.discard(entry)
-            entries += entries_of(Lane(job.lane), raise_error(reply))
-        await self._take(entries)
-
-    async def _watchless_batch(self, commands: list[bytes]) -> list[Any]:
-        await self._lease_client.wait_until_up()
-        return await self._lease_client.batch(commands)
+        for job, reply in zip(waiting, replies, strict=True):
+            self._table.parked.pop(job.entry, None)
+            self._table.entries.discard(job.entry)
+            entries += entries_of(Lane(job.lane), reply)
+        on_trial = {suspect.entry for suspect in group}
+        await self._take(
+            [replace(one, is_crash=True, is_trial=True) if one.entry in on_trial else one for one in entries]
+        )
+        self._probation.left(suspect.job_id for suspect in group if suspect.job_id not in self._table.held)
 
     async def _on_cancels(self, cancels: list[Cancel]) -> None:
         self._cancels.add(cancels)  # before the markers: what is being made ready now is covered by this
@@ -386,9 +402,12 @@ class Worker:
             for job in list(self._table.held.values()):
                 if hits_held(cancel, job) and not job.is_ending:
                     self._engine.cancel(job.taken.job_id)
-            parked = [job for job in self._table.parked.values() if hits_parked(cancel, job)]
-            if parked:
-                await self._unpark(parked)
+            parked = [job for job in self._table.parked.values() if hits_waiting(cancel, job)]
+            suspects = [job for job in self._probation.waiting.values() if hits_waiting(cancel, job)]
+            for suspect in suspects:
+                del self._probation.waiting[suspect.entry]
+            if parked or suspects:
+                await self._fetch(parked, suspects)
 
     def _on_control(self, entry_id: str, fields: dict[str, str]) -> None:
         verb, worker, lane = fields.get("cmd"), fields.get("worker"), fields.get("lane")

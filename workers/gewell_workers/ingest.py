@@ -25,6 +25,7 @@ from gewell_workers.jobs import HeldJob, JobTable, ParkedJob
 from gewell_workers.messages import EndJob, OpenJob
 from gewell_workers.output_link import OutputLink
 from gewell_workers.prepare import Preparer, Prompt
+from gewell_workers.probation import Probation, Suspect
 from gewell_workers.resp import Client, pack
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class _Draft:
     @property
     def must_count_crash(self) -> bool:
         """The worker that had it died while it was in the batch."""
-        return self.taken.is_crash and self.known is not None and self.known.was_started
+        return self.taken.is_crash and self.known is not None and self.known.started_at_ms is not None
 
     @property
     def num_crashes(self) -> int:
@@ -81,6 +82,7 @@ class Ingest:
         output: OutputLink,
         clock: ServerClock,
         cancels: CancelLog,
+        probation: Probation,
         max_parked: int,
     ) -> None:
         self._client = client
@@ -93,6 +95,7 @@ class Ingest:
         self._output = output
         self._clock = clock
         self._cancels = cancels
+        self._probation = probation
         self._max_parked = max_parked
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
         self._lock = asyncio.Lock()  # one batch at a time: WATCH belongs to the connection
@@ -110,8 +113,14 @@ class Ingest:
                 await self._take(new)
             finally:
                 for taken in new:
-                    if taken.job_id not in self._table.held and taken.entry not in self._table.parked:
+                    if not self._is_busy_with(taken):
                         self._table.entries.discard(taken.entry)
+
+    def _is_busy_with(self, taken: Taken) -> bool:
+        held = self._table.held.get(taken.job_id)
+        if held is not None and held.taken.entry == taken.entry:
+            return True
+        return taken.entry in self._table.parked or taken.entry in self._probation.waiting
 
     async def _take(self, entries: Sequence[Taken]) -> None:
         nameless = [taken for taken in entries if not taken.job_id]
@@ -123,6 +132,7 @@ class Ingest:
         drafts = [draft for draft in drafts if draft not in others and not self._park(draft)]
         for draft in drafts:
             self._judge(draft)
+        drafts = [draft for draft in drafts if not self._suspect(draft)]
         await asyncio.gather(*(self._prepare(draft) for draft in drafts if draft.ending is None))
         await bury(self._client, self._keys, [(draft.taken, draft.ending) for draft in drafts if draft.ending])
         if others:  # their transactions have ended our watch
@@ -198,6 +208,26 @@ class Ingest:
             tenant=job.tenant,
             due_ms=job.not_before_ms,
         )
+        return True
+
+    def _suspect(self, draft: _Draft) -> bool:
+        """Hold a job back that was in the batch of a worker that died, until its trial."""
+        taken, job, known = draft.taken, draft.job, draft.known
+        assert known is not None
+        if draft.ending is not None or job is None or taken.is_trial or known.started_at_ms is None:
+            return False
+        if not taken.is_crash:
+            return False
+        suspect = Suspect(
+            lane=taken.lane,
+            entry_id=taken.entry_id,
+            job_id=taken.job_id,
+            conversation_id=job.conversation_id,
+            tenant=job.tenant,
+            started_at_ms=known.started_at_ms,
+            must_be_alone=draft.num_crashes >= job.max_crashes,
+        )
+        self._probation.add(suspect)
         return True
 
     def _judge(self, draft: _Draft) -> None:

@@ -29,6 +29,10 @@ class ParkedJob:
     tenant: str | None
     due_ms: int
 
+    @property
+    def entry(self) -> str:
+        return f"{self.lane}/{self.entry_id}"
+
 
 @dataclass(slots=True)
 class JobTable:

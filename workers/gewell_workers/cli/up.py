@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -157,14 +158,25 @@ def _make_engine(
 
 
 def _make_scripted(rows: int | None, max_context: int | None) -> Engine:
-    """Speed and length of its answers come from the environment: tests of the queue set them."""
+    """Speed and length of its answers come from the environment: tests of the queue set them.
+
+    GEWELL_SCRIPTED_POISON: a prompt that begins with this text kills the process in the step that reads it.
+    """
     from gewell.engine.scripted import build_scripted_engine
+
+    poison = tuple(os.environ.get("GEWELL_SCRIPTED_POISON", "").encode())
+
+    def dies_of(prompt_ids: Sequence[int]) -> bool:
+        if poison and tuple(prompt_ids[: len(poison)]) == poison:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
     return build_scripted_engine(
         num_pages=int(os.environ.get("GEWELL_SCRIPTED_PAGES", "4096")),
         max_num_seqs=rows or 64,
         max_context=max_context or 8_192,
         step_delay_s=float(os.environ.get("GEWELL_SCRIPTED_STEP_S", "0")),
+        is_bad=lambda req, position: dies_of(req.request.prompt_ids),
         eos_odds=int(os.environ.get("GEWELL_SCRIPTED_EOS_ODDS", "0")),
     )
 
