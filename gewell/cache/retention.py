@@ -164,10 +164,13 @@ class Retention:
             victim = self._next_victim()
             if victim is None:
                 break
-            if victim.is_live_tail:
-                self.policy.tail_ended(was_used=False)
-            freed += self._spill(victim) if self._is_worth_spilling(victim) else self.drop(victim)
+            freed += self._spill(victim) if self._is_worth_spilling(victim) else self._give_up(victim)
         return freed
+
+    def _give_up(self, checkpoint: Checkpoint) -> int:
+        if checkpoint.is_live_tail:
+            self.policy.tail_ended(was_used=False)
+        return self.drop(checkpoint)
 
     def _ensure_ranking(self) -> None:
         if self._ranked_at == self.policy.now and self._ranking:
@@ -237,22 +240,28 @@ class Retention:
 
     def _spill(self, checkpoint: Checkpoint) -> int:
         """Move a checkpoint to the host, dropping there what is worth less; returns GPU pages that became free."""
-        if checkpoint.host_pages is None and not self.write_back(checkpoint):
-            return self.drop(checkpoint)
+        if checkpoint.host_pages is None and not self._copy_to_host(checkpoint, is_spill=True):
+            return self._give_up(checkpoint)
         freed = self._free_gpu(checkpoint)
         checkpoint.tier = Tier.HOST
         self._rank_anew(checkpoint.above)
         return freed
 
     def write_back(self, checkpoint: Checkpoint) -> bool:
-        """Copy a checkpoint to the host tier; it stays where it is. False: what is there already is worth more."""
+        """Copy a checkpoint to the host tier ahead of its eviction, into room that nothing else needs."""
+        return self._copy_to_host(checkpoint, is_spill=False)
+
+    def _copy_to_host(self, checkpoint: Checkpoint, *, is_spill: bool) -> bool:
+        """False: there is no room, and what is there is worth more."""
         host = self.host
         if host is None:
             return False
         if checkpoint.host_pages is not None:
             return True
         pages = [*checkpoint.full_pages, *checkpoint.sliding_pages]
-        if not self._make_host_room(host, checkpoint, host.num_missing(pages)):
+        num_missing = host.num_missing(pages)
+        limit = self.value(checkpoint, max(1, num_missing)) if is_spill else 0.0
+        if not self._make_host_room(host, num_missing, limit):
             return False
         stored = host.store(pages, self._fills(checkpoint))
         if stored is None:
@@ -262,30 +271,33 @@ class Retention:
             self._transfers.append(Transfer(Tier.GPU, Tier.HOST, tuple(pairs)))
         return True
 
-    def _make_host_room(self, host: HostTier, checkpoint: Checkpoint, num_missing: int) -> bool:
+    def _make_host_room(self, host: HostTier, num_missing: int, limit: float) -> bool:
         if num_missing > host.pool.num_pages:
             return False
-        limit = self.value(checkpoint, max(1, num_missing))
         while host.pool.num_free_pages < num_missing:
             worst = self._worst_on_host(host, limit)
             if worst is None:
                 return False
             if worst.tier is Tier.HOST:
-                self.drop(worst)
+                self._give_up(worst)
             else:
                 self._free_host(worst)
         return True
 
     def _worst_on_host(self, host: HostTier, limit: float) -> Checkpoint | None:
-        """The least valuable checkpoint in host memory, if it is worth less than `limit` per page."""
+        """The least valuable checkpoint in host memory, if it is worth no more than `limit` per page.
+
+        A copy of what is on the GPU anyway only saves time when that is evicted: such copies go first.
+        """
         if self._host_ranked_at != self.policy.now or not self._host_ranking:
             refs, ranking = host.pool.refs, []
             for number, checkpoint in enumerate(self.index):
                 if checkpoint.host_pages is not None and (alone := _count_ones(refs, checkpoint.host_pages)):
-                    ranking.append((self.value(checkpoint, alone), number, checkpoint))
+                    value = self.value(checkpoint, alone) if checkpoint.tier is Tier.HOST else 0.0
+                    ranking.append((value, number, checkpoint))
             heapify(ranking)
             self._host_ranking, self._host_ranked_at = ranking, self.policy.now
-        while self._host_ranking and self._host_ranking[0][0] < limit:
+        while self._host_ranking and self._host_ranking[0][0] <= limit:
             _, _, checkpoint = heappop(self._host_ranking)
             if checkpoint in self.index and checkpoint.host_pages is not None:
                 return checkpoint

@@ -45,7 +45,8 @@ class PageMap:
         copy = self._copies.get(gpu_page)
         if copy is None:
             return None
-        if copy.gpu_version != self._gpu.version(gpu_page) or copy.host_version != self._host.version(copy.host_page):
+        is_held = self._host.ref_cnt(copy.host_page) > 0 and copy.host_version == self._host.version(copy.host_page)
+        if not is_held or copy.gpu_version != self._gpu.version(gpu_page):
             del self._copies[gpu_page]
             return None
         return copy.host_page, copy.num_tokens
