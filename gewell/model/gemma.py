@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from gewell_kernels import ops
 from gewell_kernels.batch import AttentionBatch
+from gewell_kernels.cpu import fixed_tiles
 from gewell_kernels.layout import KVLayout, LayerKV
 from torch import Tensor
 
 from gewell.config import LayerConfig, LayerKind, ModelConfig
+from gewell.errors import ConfigError
 from gewell.model.kv_plan import KVPlan, plan_kv
 
 Observe = Callable[[str, Tensor], None]
@@ -31,6 +33,31 @@ class ForwardBatch:
 # --- building blocks ---------------------------------------------------------------------------------------------
 
 
+class StepOps(Protocol):
+    """The ops in which rows of a step share work: `gewell_kernels.ops`, or a form where they do so in fixed tiles."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor: ...
+
+    def moe_experts(
+        self, x: Tensor, expert_idx: Tensor, expert_weight: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    ) -> Tensor: ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_weight: Tensor | None,
+        pages: Tensor,
+        layer: LayerKV,
+        batch: AttentionBatch,
+    ) -> Tensor: ...
+
+
 class Linear:
     """x [num_tokens, in_features] -> [num_tokens, out_features], without bias.
 
@@ -38,20 +65,22 @@ class Linear:
     are one `Linear` whose weight is their concatenation along the rows.
     """
 
-    __slots__ = ("weight",)
+    __slots__ = ("ops", "weight")
 
     def __init__(self, out_features: int, in_features: int, place: "Place") -> None:
+        self.ops = place.ops
         self.weight = place.empty(out_features, in_features)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight)
+        return self.ops.linear(x, self.weight)
 
 
 class Place(NamedTuple):
-    """Where a model's memory is allocated and in which type it computes. Norm weights are float32 everywhere."""
+    """Where a model's memory is allocated, in which type and with which ops it computes. Norm weights are float32."""
 
     dtype: torch.dtype
     device: torch.device
+    ops: StepOps = ops
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -60,10 +89,19 @@ class Place(NamedTuple):
         return torch.ones(size, dtype=torch.float32, device=self.device)
 
 
+def _step_ops(is_deterministic: bool, device: torch.device) -> StepOps:
+    if not is_deterministic:
+        return ops
+    if device.type != "cpu":
+        raise ConfigError("deterministic", True, f"has ops for the CPU alone, not for {device.type}")
+    return fixed_tiles
+
+
 class Attention:
     """q, k, v in one product; norms, rotation and the write into the pages in one op; attention in another."""
 
     def __init__(self, layer: LayerConfig, config: ModelConfig, layer_kv: LayerKV, place: Place) -> None:
+        self.ops = place.ops
         self.kind = layer.kind
         self.layer_kv = layer_kv
         self.num_q_heads = layer.num_q_heads
@@ -100,7 +138,7 @@ class Attention:
         )
         if not self.writes_kv and new_kv is not None:
             k_new, v_new = new_kv
-        out = ops.paged_attention(q, k_new, v_new, self.k_norm, pages, self.layer_kv, batch)
+        out = self.ops.paged_attention(q, k_new, v_new, self.k_norm, pages, self.layer_kv, batch)
         return self.o_proj(out), NewKV(k_new, v_new)
 
 
@@ -113,11 +151,12 @@ class MLP:
     """down(gelu_tanh(gate x) * up x)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, place: Place) -> None:
+        self.ops = place.ops
         self.gate_up_proj = Linear(2 * intermediate_size, hidden_size, place)
         self.down_proj = Linear(hidden_size, intermediate_size, place)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.gelu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.ops.gelu_mul(self.gate_up_proj(x)))
 
 
 class Router:
@@ -147,6 +186,7 @@ class MoE:
     def __init__(self, config: ModelConfig, layer: LayerConfig, place: Place) -> None:
         assert config.moe is not None
         hidden, inner = config.hidden_size, config.moe.intermediate_size
+        self.ops = place.ops
         self.eps = config.rms_norm_eps
         self.mlp = MLP(hidden, layer.intermediate_size, place)
         self.router = Router(config, place)
@@ -164,7 +204,7 @@ class MoE:
             observe(f"router_index.{layer_idx}", experts)
             observe(f"router_weight.{layer_idx}", weights)
         x = ops.rms_norm(residual, self.pre_expert_norm, self.eps)
-        sparse = ops.moe_experts(x, experts, weights, self.gate_up_proj, self.down_proj)
+        sparse = self.ops.moe_experts(x, experts, weights, self.gate_up_proj, self.down_proj)
         return dense + ops.rms_norm(sparse, self.post_expert_norm, self.eps)
 
 
@@ -172,13 +212,14 @@ class PerLayerInput:
     """E2B, E4B: mixes this layer's slice of the second embedding into the stream, after the feed-forward part."""
 
     def __init__(self, size: int, hidden_size: int, place: Place) -> None:
+        self.ops = place.ops
         self.gate = Linear(size, hidden_size, place)
         self.projection = Linear(hidden_size, size, place)
         self.post_norm = place.norm_weight(hidden_size)
 
     def __call__(self, residual: Tensor, layer_input: Tensor) -> Tensor:
         """residual [num_tokens, hidden], layer_input [num_tokens, size] -> branch [num_tokens, hidden]."""
-        return self.projection(ops.gelu_mul(torch.cat((self.gate(residual), layer_input), dim=-1)))
+        return self.projection(self.ops.gelu_mul(torch.cat((self.gate(residual), layer_input), dim=-1)))
 
 
 class Layer:
@@ -249,8 +290,18 @@ class GemmaModel:
     Constructing allocates; `gewell.weights.checkpoint.load_model` or `random` fill. `layer_kv[i]`: what layer i reads.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, kv_plan: KVPlan) -> None:
-        place = Place(dtype, torch.device(device))
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_plan: KVPlan,
+        is_deterministic: bool = False,
+    ) -> None:
+        """is_deterministic: a row's results do not depend on the rest of the step, to the bit (CPU; slower)."""
+        place = Place(dtype, torch.device(device), _step_ops(is_deterministic, torch.device(device)))
+        self.ops = place.ops
         self.config = config
         self.kv_plan = kv_plan
         self.layer_kv = kv_plan.layers
@@ -265,6 +316,7 @@ class GemmaModel:
         for layer in self.layers:  # readers of another layer's keys use that layer's norm weight, not a copy
             if layer.kv_layer_idx not in (None, layer.layer_idx):
                 layer.attention.k_norm = self.layers[layer.kv_layer_idx].attention.k_norm
+        self.kv_donors = {layer.kv_layer_idx for layer in self.layers if layer.kv_layer_idx != layer.layer_idx}
         self.final_norm = place.norm_weight(config.hidden_size)
         self.layer_inputs = LayerInputs(config, place) if config.per_layer_input is not None else None
         # Image, video and audio ids have rows in the table for the output head; as input they read as padding.
@@ -293,7 +345,7 @@ class GemmaModel:
             attention_batch = batch.sliding if layer.kind is LayerKind.SLIDING else batch.full
             assert attention_batch is not None, f"the step has no batch for {layer.kind} layers"
             source = i if layer.kv_layer_idx is None else layer.kv_layer_idx
-            residual, normed, new_kv[i] = layer(
+            residual, normed, kv = layer(
                 residual,
                 normed,
                 next_norm,
@@ -303,6 +355,8 @@ class GemmaModel:
                 new_kv.get(source),
                 observe,
             )
+            if i in self.kv_donors:  # of the others they would pile up: 134 MB a layer of the 31B in an 8k chunk
+                new_kv[i] = kv
             if observe:
                 observe(f"hidden.{i}", residual)
         if observe:
@@ -319,9 +373,9 @@ class GemmaModel:
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """hidden_rows [rows, hidden_size], after the final norm -> [rows, vocab_size] float32, after the soft-cap."""
-        logits = ops.linear(hidden_rows, self.embedding).float()
+        logits = self.ops.linear(hidden_rows, self.embedding).float()
         cap = self.config.final_logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else self.ops.soft_cap(logits, cap)
 
     def weight_slots(self) -> "Iterator[tuple[str, WeightSlot]]":
         """Every tensor of a checkpoint by its name without prefix, and the memory it is copied into."""

@@ -232,6 +232,7 @@ def load_model(
     device: torch.device | str,
     full_layout: KVLayout = KVLayout.V_ONLY,
     kv_dtype: torch.dtype | None = None,
+    is_deterministic: bool = False,
     progress: Progress | None = None,
     report: Callable[[LoadReport], None] | None = None,
 ) -> GemmaModel:
@@ -239,6 +240,7 @@ def load_model(
 
     dtype        of weights and activations; kv_dtype of the pages, default the same
     full_layout  of full layers whose value is their unnormed key
+    is_deterministic  a row's results do not depend on the rest of the step, to the bit (CPU; slower)
     progress     called after each tensor; report once at the end
     Raises CheckpointError or ConfigError.
     """
@@ -247,7 +249,7 @@ def load_model(
         raise CheckpointError(f"{model_dir} is a drafter: it has no keys and values of its own and cannot run alone")
     checkpoint = Checkpoint.open(model_dir)
     plan = plan_kv(config, dtype_bytes=(kv_dtype or dtype).itemsize, full_layout=full_layout)
-    model = GemmaModel(config, dtype=dtype, device=device, kv_plan=plan)
+    model = GemmaModel(config, dtype=dtype, device=device, kv_plan=plan, is_deterministic=is_deterministic)
     loaded = fill(
         checkpoint,
         model.weight_slots(),

@@ -70,6 +70,13 @@ def linear(x: "Tensor", weight: "Tensor") -> "Tensor":
     return op(x, weight)
 
 
+def soft_cap(logits: "Tensor", cap: float) -> "Tensor":
+    """out = cap * tanh(logits / cap); logits [rows, vocab] float32 -> new. Plain torch on every device."""
+    from gewell_kernels.cpu.soft_cap import soft_cap as op
+
+    return op(logits, cap)
+
+
 def write_kv(
     qkv: "Tensor",
     num_q_heads: int,

@@ -1,5 +1,7 @@
 """Attention over paged keys and values in torch: decode rows together, prefill chunks one by one."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +25,21 @@ def paged_attention(
     out = torch.empty_like(q)
     if batch.num_decode_seqs:
         out[: batch.num_decode_seqs] = _decode_rows(q[: batch.num_decode_seqs], k_weight, pages, layer, batch)
-    for chunk in step_of(batch).chunks(layer.page_tokens):
+    return attend_chunks(out, q, k_new, v_new, k_weight, pages, layer, step_of(batch).chunks(layer.page_tokens))
+
+
+def attend_chunks(
+    out: Tensor,
+    q: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    k_weight: Tensor | None,
+    pages: Tensor,
+    layer: LayerKV,
+    chunks: Sequence[ChunkIndex],
+) -> Tensor:
+    """Fill the rows of `out` that belong to these chunks, dims in stored order; returns all in the original order."""
+    for chunk in chunks:
         span = slice(chunk.first_token, chunk.last_token)
         if k_new is not None and v_new is not None:
             k, v = read_kv(pages, layer, chunk.old, chunk.first_position, k_weight)

@@ -68,13 +68,14 @@ class Step:
         self._by_layer: dict[object, tuple[Tensor, ...]] = {}
         self._decode: DecodeIndex | None = None
         self._chunks: tuple[ChunkIndex, ...] | None = None
+        self._single_queries: tuple[ChunkIndex, ...] | None = None
 
     def rotary(self, layer: LayerKV) -> tuple[Tensor, Tensor]:
         """cos, sin [num_tokens, 1, num_live_pairs] float32 at the new tokens' positions."""
         key = _rope_key(layer)
         if key not in self._by_layer:
-            angles = self.batch.positions.float().unsqueeze(-1) * inv_freq(layer)
-            self._by_layer[key] = (angles.cos().unsqueeze(1), angles.sin().unsqueeze(1))
+            table = rotary_table(layer, self.batch.max_kv_len + 1)
+            self._by_layer[key] = table.index_select(0, self.batch.positions).unsqueeze(1).unbind(2)
         cos, sin = self._by_layer[key]
         return cos, sin
 
@@ -114,8 +115,17 @@ class Step:
     def chunks(self, page_tokens: int) -> tuple[ChunkIndex, ...]:
         if self._chunks is None:
             num_decode, num_seqs = self.batch.num_decode_seqs, self.batch.kv_lens.shape[0]
-            self._chunks = tuple(self._index_chunk(i, page_tokens) for i in range(num_decode, num_seqs))
+            chunks = (self._index_chunk(i, page_tokens, PREFILL_TILE) for i in range(num_decode, num_seqs))
+            self._chunks = tuple(chunks)
         return self._chunks
+
+    def single_queries(self, page_tokens: int) -> tuple[ChunkIndex, ...]:
+        """All sequences, decode rows too, as chunks whose tiles are single queries with exactly the keys they see."""
+        if self._single_queries is None:
+            kv_lens = self.batch.kv_lens.tolist()
+            chunks = (self._index_chunk(i, page_tokens, 1) for i, kv_len in enumerate(kv_lens) if kv_len)
+            self._single_queries = tuple(chunks)
+        return self._single_queries
 
     def _index_decode_rows(self, page_tokens: int) -> DecodeIndex:
         batch = self.batch
@@ -138,7 +148,7 @@ class Step:
             empty=None if shortest else (kv_lens == 0).squeeze(1),
         )
 
-    def _index_chunk(self, seq: int, page_tokens: int) -> ChunkIndex:
+    def _index_chunk(self, seq: int, page_tokens: int, tile: int) -> ChunkIndex:
         batch = self.batch
         first_token, last_token = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
         kv_len = int(batch.kv_lens[seq])
@@ -161,15 +171,17 @@ class Step:
             num_old=num_old,
             old=Addresses(everything.page_ids[:num_old], everything.slots[:num_old]),
             all=everything,
-            tiles=tuple(_tiles(ends, start, kv_len, first_position, window)),
+            tiles=tuple(_tiles(ends, start, kv_len, first_position, window, tile)),
         )
 
 
-def _tiles(ends: Tensor, start: int, kv_len: int, first_position: int, window: int | None) -> list[QueryTile]:
+def _tiles(
+    ends: Tensor, start: int, kv_len: int, first_position: int, window: int | None, tile: int
+) -> list[QueryTile]:
     """ends [queries]: position after the last key that each query sees."""
     tiles = []
-    for first in range(0, kv_len - start, PREFILL_TILE):
-        last = min(first + PREFILL_TILE, kv_len - start)
+    for first in range(0, kv_len - start, tile):
+        last = min(first + tile, kv_len - start)
         end = ends[first:last].unsqueeze(1)
         queries = torch.arange(start + first, start + last).unsqueeze(1)
         first_key = first_position if window is None else max(first_position, start + first - window + 1)
@@ -217,6 +229,7 @@ def row_numbers(addresses: Addresses, layer: LayerKV, page_elems: int, unit: int
 # --- rotary factors ----------------------------------------------------------------------------------------------
 
 
+_TABLE_BLOCK = 1024  # positions
 _frequencies: dict[tuple[float, ...], Tensor] = {}
 _tables: dict[tuple[float, ...], Tensor] = {}
 
@@ -234,13 +247,22 @@ def inv_freq(layer: LayerKV) -> Tensor:
 
 
 def rotary_table(layer: LayerKV, num_positions: int) -> Tensor:
-    """[at least num_positions, 2, num_live_pairs] float32: cos and sin of each position. Grows by doubling, is kept."""
+    """[at least num_positions, 2, num_live_pairs] float32: cos and sin of each position. Grows by doubling, is kept.
+
+    Made block by block, so that a position's factors are the same bits whenever it is made: vectorised cos and sin
+    differ in the last bit from those of a ragged rest.
+    """
     key = _rope_key(layer)
     table = _tables.get(key)
     if table is None or table.shape[0] < num_positions:
-        length = max(1024, 1 << (num_positions - 1).bit_length())
-        angles = torch.arange(length, dtype=torch.float32).unsqueeze(1) * inv_freq(layer)
-        table = _tables[key] = torch.stack((angles.cos(), angles.sin()), dim=1)
+        length = max(_TABLE_BLOCK, 1 << (num_positions - 1).bit_length())
+        table = torch.empty(length, 2, layer.num_live_pairs)
+        for first in range(0, length, _TABLE_BLOCK):
+            block = torch.arange(first, first + _TABLE_BLOCK, dtype=torch.float32)
+            angles = block.unsqueeze(1) * inv_freq(layer)
+            table[first : first + _TABLE_BLOCK, 0] = angles.cos()
+            table[first : first + _TABLE_BLOCK, 1] = angles.sin()
+        _tables[key] = table
     return table
 
 
