@@ -33,6 +33,7 @@ class EngineOptions:
 
     dtype            bf16 | float32; default bf16
     kv_memory_bytes  of the page pool
+    host_memory_bytes  for prefixes that the pool has no room for; 0: none
     max_context      tokens; default what the model and the pool allow
     """
 
@@ -40,6 +41,7 @@ class EngineOptions:
     dtype: torch.dtype | None = None
     full_layout: KVLayout = KVLayout.V_ONLY
     kv_memory_bytes: int | None = None
+    host_memory_bytes: int = 0
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_context: int | None = None
@@ -49,6 +51,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.bfloat16, torch.float32):
             raise ConfigError("dtype", self.dtype, "bfloat16 or float32")
+        if self.host_memory_bytes < 0:
+            raise ConfigError("host_memory_bytes", self.host_memory_bytes, "at least 0")
         if self.max_context is not None and self.max_context < 2:
             raise ConfigError("max_context", self.max_context, "at least 2 tokens")
 
@@ -77,8 +81,18 @@ def assemble(model: GemmaModel, options: EngineOptions, *, name: str, fingerprin
     if longest < 2:
         raise ConfigError("kv_memory_bytes", num_pages * geometry.page_bytes, _too_small(geometry))
     pool = PagePool(num_pages, record_freed=options.poison_freed_pages)
-    store = KVStore(geometry, num_pages, dtype=dtype, device=device, poison=options.poison_freed_pages)
-    prefixes: Prefixes = CachedPrefixes(PrefixCache(pool, geometry)) if options.has_prefix_cache else NoPrefixes()
+    num_host_pages = options.host_memory_bytes // geometry.page_bytes if options.has_prefix_cache else 0
+    store = KVStore(
+        geometry,
+        num_pages,
+        dtype=dtype,
+        device=device,
+        num_host_pages=num_host_pages,
+        poison=options.poison_freed_pages,
+    )
+    prefixes: Prefixes = NoPrefixes()
+    if options.has_prefix_cache:
+        prefixes = CachedPrefixes(PrefixCache(pool, geometry, num_host_pages=num_host_pages))
     return PagedEngine(
         info=EngineInfo(
             model=name,

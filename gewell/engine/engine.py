@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from gewell.cache.tiers import Tier
 from gewell.engine.api import EngineInfo, EngineStats, Event, FinishedEvent, FinishReason, TokensEvent
 from gewell.errors import EngineError
 from gewell.protocol import ErrorCode
@@ -196,7 +197,8 @@ class PagedEngine:
         if plan.joined and self.on_started is not None:
             self.on_started([req.request_id for req in plan.joined])
         if self._is_recording_freed:
-            plan.freed_pages = self._scheduler.pool.drain_freed()
+            restored = {page for move in plan.transfers if move.target is Tier.GPU for _, page in move.pairs}
+            plan.freed_pages = [page for page in self._scheduler.pool.drain_freed() if page not in restored]
         self._counts.planned(plan)
         try:
             self._runner.launch(plan)

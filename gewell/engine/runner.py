@@ -91,6 +91,7 @@ class ModelRunner:
             self._sampler.join(req)
         for req in plan.changed_tables:
             self._load_tables(req)
+        self.store.transfer(plan.transfers)
         self.store.poison_freed(plan.freed_pages)
         self.store.copy(plan.copies)
         step = StepArrays(plan)

@@ -16,6 +16,7 @@ from gewell.cache.geometry import KindGeometry, KVGeometry
 from gewell.cache.page_pool import PagePool
 from gewell.cache.prefix_cache import PrefixCache
 from gewell.cache.sequence_pages import NO_SLOT
+from gewell.cache.tiers import Tier, Transfer
 from gewell.engine.api import EngineInfo, TokenLogprobs
 from gewell.engine.engine import PagedEngine
 from gewell.scheduler.batch import Scheduler, SchedulerConfig, max_tokens_alone
@@ -55,10 +56,11 @@ def scripted_token(
 class _Shadow:
     """What lies in the slots of one layer kind."""
 
-    def __init__(self, num_pages: int, kind: KindGeometry, window: int | None) -> None:
+    def __init__(self, num_pages: int, kind: KindGeometry, window: int | None, num_host_pages: int) -> None:
         self.page_tokens = kind.page_tokens
         self.window = window
         self.slots = array("Q", bytes(8 * num_pages * kind.page_tokens))
+        self._tiers = {Tier.GPU: self.slots, Tier.HOST: array("Q", bytes(8 * num_host_pages * kind.page_tokens))}
         self._empty = array("Q", bytes(8 * kind.page_tokens))
 
     def clear(self, page: int) -> None:
@@ -67,6 +69,11 @@ class _Shadow:
     def copy(self, source: int, destination: int) -> None:
         size = self.page_tokens
         self.slots[destination * size : (destination + 1) * size] = self.slots[source * size : (source + 1) * size]
+
+    def transfer(self, move: Transfer) -> None:
+        size, source, target = self.page_tokens, self._tiers[move.source], self._tiers[move.target]
+        for a, b in move.pairs:
+            target[b * size : (b + 1) * size] = source[a * size : (a + 1) * size]
 
     def check(self, row: "_Row", pages: Sequence[int], table_start: int, start: int, end: int, name: str) -> None:
         """Positions [start, end) of the row's history lie where its page table says."""
@@ -122,6 +129,7 @@ class ScriptedRunner:
         num_pages: int,
         max_num_seqs: int,
         *,
+        num_host_pages: int = 0,
         alphabet: Sequence[int] = PRINTABLE,
         eos_odds: int = 0,
         step_delay_s: float = 0.0,
@@ -129,9 +137,9 @@ class ScriptedRunner:
         is_bad: Callable[[RequestState, int], bool] | None = None,
         fail_at_step: int | None = None,
     ) -> None:
-        self._full = _Shadow(num_pages, geometry.full, None) if geometry.full else None
+        self._full = _Shadow(num_pages, geometry.full, None, num_host_pages) if geometry.full else None
         window = geometry.sliding_window
-        self._sliding = _Shadow(num_pages, geometry.sliding, window) if geometry.sliding else None
+        self._sliding = _Shadow(num_pages, geometry.sliding, window, num_host_pages) if geometry.sliding else None
         self._rows: list[_Row | None] = [None] * max_num_seqs
         self._alphabet = alphabet
         self._eos_odds = eos_odds
@@ -150,6 +158,9 @@ class ScriptedRunner:
             time.sleep(self._step_delay_s)
         if plan.step_idx == self._fail_at_step:
             raise RuntimeError(f"scripted fault in step {plan.step_idx}")
+        for move in plan.transfers:
+            for shadow in self._shadows():
+                shadow.transfer(move)
         for page in plan.freed_pages:
             self._clear(page)
         for req in plan.joined:
@@ -262,6 +273,7 @@ class ScriptedRunner:
 def build_scripted_engine(
     *,
     num_pages: int = 512,
+    num_host_pages: int = 0,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 512,
     max_context: int = 8192,
@@ -300,7 +312,9 @@ def build_scripted_engine(
         min_shared_tokens=min_shared_tokens,
     )
     pool = PagePool(num_pages, record_freed=True)
-    prefixes: Prefixes = CachedPrefixes(PrefixCache(pool, geometry, clock=clock)) if has_cache else NoPrefixes()
+    prefixes: Prefixes = NoPrefixes()
+    if has_cache:
+        prefixes = CachedPrefixes(PrefixCache(pool, geometry, num_host_pages=num_host_pages, clock=clock))
     longest = min(max_context, max_tokens_alone(num_pages, geometry))
     info = EngineInfo(
         model=model,
@@ -315,6 +329,7 @@ def build_scripted_engine(
         geometry,
         num_pages,
         max_num_seqs,
+        num_host_pages=num_host_pages,
         alphabet=alphabet,
         eos_odds=eos_odds,
         step_delay_s=step_delay_s,

@@ -205,6 +205,7 @@ class Scheduler:
             self._admit(plan, budget)
         if not plan.decode_rows and not plan.chunks:
             return None
+        plan.transfers = self.prefixes.take_transfers()
         self._step_idx += 1
         return plan
 

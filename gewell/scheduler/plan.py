@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gewell.cache.tiers import Transfer
 from gewell.request import TokenLogprobs
 from gewell.scheduler.request import RequestState
 
@@ -35,7 +36,7 @@ class PrefillChunk:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What one step does, in this order: poison, copies, then all rows at once.
+    """What one step does, in this order: transfers, poison, copies, then all rows at once.
 
     decode_rows      one query each; a row's input is the token drawn for its row_idx last, which may still be on the
                      device. The lists beside it are parallel; the runner may keep them, nobody changes them later
@@ -43,6 +44,7 @@ class StepPlan:
     joined           requests that got their row_idx in this step: load their sampling parameters
     preempted        requests that lost theirs
     changed_tables   requests whose page tables differ from those of the step before; read them before the next plan
+    transfers        pages that move between device and host memory, in order
     copies           (source, destination) pages
     freed_pages      filled only when asked for: pages that became free since the last plan
     """
@@ -56,6 +58,7 @@ class StepPlan:
     joined: list[RequestState] = field(default_factory=list)
     preempted: list[RequestState] = field(default_factory=list)
     changed_tables: list[RequestState] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     freed_pages: list[int] = field(default_factory=list)
 

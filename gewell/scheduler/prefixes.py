@@ -4,6 +4,7 @@ from typing import Protocol
 
 from gewell.cache.prefix_cache import PrefixCache
 from gewell.cache.sequence_pages import ResumePoint
+from gewell.cache.tiers import Transfer
 from gewell.request import CacheAnswer
 from gewell.scheduler.request import RequestState
 
@@ -24,7 +25,10 @@ class Prefixes(Protocol):
         """Leading tokens of the request that would be served now. Changes nothing."""
 
     def match(self, req: RequestState) -> ResumePoint | None:
-        """Where the request may start; its position is below the number of its tokens. Changes nothing."""
+        """Where the request may start; its position is below the number of its tokens.
+
+        May bring a prefix back from host memory: its bytes follow with the next `take_transfers`.
+        """
 
     def start(self, req: RequestState, position: int) -> list[int]:
         """The request runs from `position` on. Returns the ascending positions where it should leave checkpoints."""
@@ -47,6 +51,9 @@ class Prefixes(Protocol):
 
     def evict(self, num_pages: int) -> int:
         """Free up to that many pages, the least valuable first; returns how many became free."""
+
+    def take_transfers(self) -> list[Transfer]:
+        """Copies between device and host memory that the calls so far need, in order."""
 
 
 class NoPrefixes:
@@ -82,6 +89,9 @@ class NoPrefixes:
     def evict(self, num_pages: int) -> int:
         return 0
 
+    def take_transfers(self) -> list[Transfer]:
+        return []
+
 
 class CachedPrefixes:
     """`PrefixCache`, asked about requests in the scheduler's terms."""
@@ -104,7 +114,10 @@ class CachedPrefixes:
         return self.cache.peek(req.request_id)
 
     def match(self, req: RequestState) -> ResumePoint | None:
-        return self.cache.match(req.request_id).point
+        match = self.cache.match(req.request_id)
+        if match.on_host and self.cache.restore(req.request_id):
+            match = self.cache.match(req.request_id)
+        return match.point
 
     def start(self, req: RequestState, position: int) -> list[int]:
         return list(self.cache.start(req.request_id, position))
@@ -128,3 +141,6 @@ class CachedPrefixes:
 
     def evict(self, num_pages: int) -> int:
         return self.cache.evict(num_pages)
+
+    def take_transfers(self) -> list[Transfer]:
+        return self.cache.take_transfers()

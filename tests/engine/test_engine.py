@@ -304,6 +304,23 @@ def test_the_next_turn_resumes_at_the_stable_end() -> None:
     assert end.cache.restored_from == "gpu"
 
 
+def test_a_prefix_that_left_the_pool_comes_back_from_host_memory() -> None:
+    engine = build_scripted_engine(num_pages=24, num_host_pages=200, max_num_seqs=1)
+    prompts = {f"c{i}": [65 + i] * 60 for i in range(8)}
+    for name, ids in prompts.items():  # eight conversations of a pool's third each
+        engine.add(request(f"{name}.1", ids, conversation_id=name, stable_lengths=(len(ids),)))
+    answers = run(engine).tokens
+    for name, ids in prompts.items():
+        longer = [*ids, *answers[f"{name}.1"], 97, 98, 99]
+        req = request(f"{name}.2", longer, conversation_id=name, stable_lengths=(len(longer),))
+        engine.add(req)
+        outcome = run(engine)
+        assert outcome.tokens[req.request_id] == script(req, 8)
+        answer = outcome.ends[req.request_id].cache
+        assert answer.cached_tokens >= len(ids) - 1
+    assert answer.restored_from == "host"
+
+
 def test_mode_off_neither_reads_nor_retains() -> None:
     engine = build_scripted_engine()
     prompt = "x" * 100

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from gewell.cache.tiers import Tier
 from gewell.engine.api import FinishedEvent, FinishReason, TokensEvent
 from gewell.engine.engine import PagedEngine
 from gewell.engine.scripted import EOS_ID, build_scripted_engine, scripted_token
@@ -35,6 +36,7 @@ class Job:
 class World:
     jobs: list[Job]
     num_pages: int
+    num_host_pages: int
     max_num_seqs: int
     max_num_batched_tokens: int
     depth: int
@@ -76,6 +78,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(
         jobs=[draw(jobs(number=i)) for i in range(num_jobs)],
         num_pages=draw(st.integers(16, 60)),
+        num_host_pages=draw(st.sampled_from([0, 0, 10, 80])),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs + 1, 50)),
         depth=draw(st.sampled_from([0, 1])),
@@ -88,6 +91,7 @@ def worlds(draw: st.DrawFn) -> World:
 def build(world: World) -> PagedEngine:
     return build_scripted_engine(
         num_pages=world.num_pages,
+        num_host_pages=world.num_host_pages,
         max_num_seqs=world.max_num_seqs,
         max_num_batched_tokens=world.max_num_batched_tokens,
         sliding_window=world.window,
@@ -122,6 +126,8 @@ def check_books(engine: PagedEngine) -> None:
         held.update(req.pages._copy_sources)
     if isinstance(scheduler.prefixes, CachedPrefixes):
         for checkpoint in scheduler.prefixes.cache.index:
+            if checkpoint.tier is not Tier.GPU:
+                continue
             held.update(checkpoint.full_pages)
             held.update(checkpoint.sliding_pages)
     pool = scheduler.pool

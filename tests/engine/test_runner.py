@@ -1,5 +1,6 @@
 """The model behind the engine, on the golden fixtures: greedy ids must come out whatever shares the step with them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,25 @@ def test_a_warm_run_gives_the_logits_of_a_cold_one(golden: dict[str, torch.Tenso
         assert a.token_id == b.token_id
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
         assert [token for token, _ in a.top] == [token for token, _ in b.top]
+
+
+def test_pages_that_went_to_host_memory_come_back_whole(golden: dict[str, torch.Tensor]) -> None:
+    """A pool of 16 pages holds one long prompt; the first turn's checkpoint moves out while others pass, and back."""
+    engine = make_engine(max_num_batched_tokens=40, max_num_seqs=1, kv_memory_bytes=1 << 21, host_memory_bytes=1 << 24)
+    ids = golden["long.input_ids"].flatten()
+    first = replace(greedy("first", ids[:50], max_tokens=1), conversation_id="c", stable_lengths=(49,))
+    second = replace(greedy("second", ids), conversation_id="c", stable_lengths=(74,))
+    engine.add(first)
+    Run(engine)
+    for shift in range(1, 9):  # rotated prompts: same length, nothing in common
+        other = greedy(f"other{shift}", torch.roll(ids, shift), max_tokens=4)
+        engine.add(replace(other, conversation_id=other.request_id, stable_lengths=(70,)))
+    Run(engine)
+    engine.add(second)
+    run = Run(engine)
+    answer = run.ends["second"].cache
+    assert (answer.restored_from, answer.cached_tokens) == ("host", 49)
+    assert run.tokens["second"] == golden["long.greedy_ids"].flatten().tolist()
 
 
 def test_logprobs_are_those_of_the_golden_logits(golden: dict[str, torch.Tensor]) -> None:
