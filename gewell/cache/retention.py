@@ -364,7 +364,7 @@ class Retention:
 
 
 def _count_ones(refs: "array[int]", pages: list[int]) -> int:
-    return sum(refs[page] == 1 for page in pages)
+    return list(map(refs.__getitem__, pages)).count(1)
 
 
 def message_of(message_starts: tuple[int, ...], position: int) -> int | None:

@@ -48,7 +48,7 @@ class _Plan(NamedTuple):
     copy_full: bool
     copy_sliding: bool
     runs: list[tuple[int, int]]  # positions that get sliding slots
-    new_sliding: list[bool]  # for each table entry to add: a page, or a HOLE
+    new_sliding: list[tuple[int, int]]  # table entries to add, by turns: (holes, then pages)
 
 
 class SequencePages:
@@ -158,7 +158,7 @@ class SequencePages:
         num_pages = 0
         copy_full = copy_sliding = False
         runs: list[tuple[int, int]] = []
-        new_sliding: list[bool] = []
+        new_sliding: list[tuple[int, int]] = []
         if geometry.full is not None:
             size = geometry.full.page_tokens
             num_pages += -(-end // size) - len(self.full_pages)
@@ -169,9 +169,13 @@ class SequencePages:
             size = geometry.sliding.page_tokens
             runs = self._runs(end, keep_positions)
             first = self._table_end() if self.sliding_pages else runs[0][0] // size * size
-            for start in range(first, end, size):
-                new_sliding.append(any(a < start + size and b > start for a, b in runs))
-            num_pages += sum(new_sliding)
+            at = first
+            for start, stop in runs:
+                page_start, page_stop = max(at, start // size * size), -(-stop // size) * size
+                if page_stop > at:
+                    new_sliding.append(((page_start - at) // size, (page_stop - page_start) // size))
+                    num_pages += new_sliding[-1][1]
+                    at = page_stop
             if position < first and self.sliding_pages and position >= self._sliding_claimed and runs[0][0] < first:
                 copy_sliding = not pool.can_claim(self.sliding_pages[-1], position % size)
         return _Plan(num_pages + copy_full + copy_sliding, copy_full, copy_sliding, runs, new_sliding)
@@ -221,9 +225,10 @@ class SequencePages:
         table_end = self._table_end()
         if pages and first_run < table_end and self.num_tokens >= self._sliding_claimed:
             pool.claim_slots(pages[-1], self.num_tokens % size, size)
-        for is_page in plan.new_sliding:
-            pages.append(fresh.pop() if is_page else HOLE)
-            if is_page:
+        for num_holes, num_pages in plan.new_sliding:
+            pages.extend([HOLE] * num_holes)
+            for _ in range(num_pages):
+                pages.append(fresh.pop())
                 pool.claim_slots(pages[-1], 0, size)
         self._sliding_claimed = self._table_end()
 
