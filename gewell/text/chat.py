@@ -150,14 +150,16 @@ class ChatRenderer:
         return self._segments.encode(control.name)
 
 
-def load_chat(model_dir: Path, tokenizer: Tokenizer, template: Path | None = None) -> ChatRenderer:
+def load_chat(model_dir: Path | None, tokenizer: Tokenizer, template: Path | None = None) -> ChatRenderer:
     """The renderer of a model folder: by `template` (a Jinja file) when given, else by the checkpoint's own template,
-    else by the built-in one of its family.
+    else by the built-in one of its family. None: there is no folder.
 
     Raises CheckpointError when a template file cannot be read or parsed.
     """
     if template is not None:
         return ChatRenderer(tokenizer, JinjaTurns(read_file(template), tokenizer, name=str(template)))
+    if model_dir is None:
+        return ChatRenderer(tokenizer, built_in_template(tokenizer))
     own = read_template(model_dir)
     if own is not None:
         return ChatRenderer(tokenizer, JinjaTurns(own[0], tokenizer, name=own[1]))

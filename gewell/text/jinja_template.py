@@ -8,6 +8,7 @@ not do, since templates join the parts of a content.
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -31,10 +32,8 @@ class JinjaTurns:
     def __init__(self, source: str, tokenizer: Tokenizer, *, name: str = "template") -> None:
         """Raises CheckpointError when the template cannot be parsed."""
         import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = _sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -43,6 +42,7 @@ class JinjaTurns:
         except jinja2.TemplateSyntaxError as e:
             raise CheckpointError(f"{name}: line {e.lineno}: {e.message}") from e
         self._name = name
+        self._recent: deque[tuple[Any, str]] = deque(maxlen=8)
         names = sorted(tokenizer.control_names, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         openings = "|".join(sorted({re.escape(n[0]) for n in names}))
@@ -74,19 +74,27 @@ class JinjaTurns:
     def _render(self, messages: Sequence[Any], tools: Any, thinking: bool) -> str:
         import jinja2
 
+        asked = (messages, tools, thinking)
+        for known, text in list(self._recent):  # a prompt's stable lengths are asked for right after it
+            if known == asked:
+                return text
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=True,
-                enable_thinking=thinking,
-                bos_token=self._bos,
-                eos_token="<eos>",
+            text = str(
+                self._template.render(
+                    messages=messages,
+                    tools=tools,
+                    add_generation_prompt=True,
+                    enable_thinking=thinking,
+                    bos_token=self._bos,
+                    eos_token="<eos>",
+                )
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
             # Whatever goes wrong in a template is wrong between it and this conversation; the message holds no prompt.
             why = str(e) if isinstance(e, jinja2.TemplateError) else type(e).__name__
             raise InvalidRequest(ErrorCode.BAD_TEMPLATE, f"{self._name}: {why}", "request.messages") from e
+        self._recent.append((asked, text))
+        return text
 
     def _escape_characters(self, messages: object, tools: object) -> tuple[str, str]:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
@@ -133,6 +141,40 @@ class JinjaTurns:
             starts.append(max(start, starts[-1] if starts else 0))
             previous_content = offset
         return starts
+
+
+def _sandbox() -> Any:
+    """Jinja's immutable sandbox, with its checks of harmless look-ups made cheap.
+
+    The published template looks at every message before each message, by attributes of a `namespace`, and the sandbox
+    spends 5 us on each (201 messages, render and stable lengths: 384 ms, with the short cuts 76 ms).
+    """
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self._is_safe: dict[tuple[type, str], bool] = {}
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is Namespace and not attribute.startswith("_"):
+                try:
+                    return getattr(obj, attribute)  # what the template itself put there, checked when it got it
+                except AttributeError:
+                    return self.undefined(obj=obj, name=attribute)
+            return super().getattr(obj, attribute)
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            key = type(obj), attr
+            if key[0] not in (dict, list, str):
+                return super().is_safe_attribute(obj, attr, value)
+            if key not in self._is_safe:  # for these the answer depends on type and name alone
+                self._is_safe[key] = super().is_safe_attribute(obj, attr, value)
+            return self._is_safe[key]
+
+    return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
 
 
 def _raise_exception(message: str) -> None:

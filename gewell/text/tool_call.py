@@ -43,8 +43,9 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list
     calls = []
     while not reader.at_end():
         name, arguments = reader.call()
-        schema = schemas.get(name, {})
-        calls.append(ToolCall(name, {key: _typed(value, _property(schema, key)) for key, value in arguments.items()}))
+        root = schemas.get(name, {})
+        schema = _Schema(root, root)
+        calls.append(ToolCall(name, {key: _typed(value, schema.property(key)) for key, value in arguments.items()}))
     if not calls:
         raise ToolCallError("empty tool call")
     return calls
@@ -73,6 +74,10 @@ class _Reader:
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise self._error("a JSON tool call needs a name and arguments")
         return name, arguments
+
+    def value(self) -> Any:
+        """One value of either dialect."""
+        return self._value(1)
 
     def _object(self, depth: int) -> dict[str, Any]:
         self._enter(depth)
@@ -188,77 +193,110 @@ def _number(word: str) -> int | float | str:
     return word if value in (float("inf"), float("-inf")) else value
 
 
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return properties[key]
-    return schema.get("additionalProperties")
+class _Schema:
+    """One schema inside a root, with local references followed. What it does not say is unknown, never an error."""
+
+    def __init__(self, schema: Any, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._alternatives = _alternatives(_resolved(schema, root), root)
+        # Lower-case JSON types that the schema allows; empty: it does not say.
+        self.types = {kind for alternative in self._alternatives for kind in _own_types(alternative)}
+
+    @property
+    def has_enum(self) -> bool:
+        return any("enum" in alternative for alternative in self._alternatives)
+
+    def property(self, name: str) -> "_Schema":
+        holder = self._alternative("object")
+        properties = holder.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            return _Schema(properties[name], self._root)
+        return _Schema(holder.get("additionalProperties"), self._root)
+
+    def items(self) -> "_Schema":
+        return _Schema(self._alternative("array").get("items"), self._root)
+
+    def allows(self, value: Any) -> bool:
+        return not self.types or bool(_kinds(value) & self.types)
+
+    def _alternative(self, kind: str) -> Mapping[str, Any]:
+        """The one that describes this kind of value."""
+        found = (alternative for alternative in self._alternatives if kind in _own_types(alternative))
+        return next(found, self._alternatives[0])
 
 
-def _typed(value: Any, schema: Any) -> Any:
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schema and all that it offers by anyOf, oneOf and allOf, each once: schemas may refer to themselves."""
+    found, seen = [schema], {id(schema)}
+    for current in found:  # grows while it is read
+        for name in ("anyOf", "oneOf", "allOf"):
+            branches = current.get(name)
+            for branch in branches if isinstance(branches, list) else ():
+                resolved = _resolved(branch, root)
+                if resolved and id(resolved) not in seen:
+                    seen.add(id(resolved))
+                    found.append(resolved)
+    return found
+
+
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
+    own = schema.get("type")
+    types = {kind.lower() for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
+    return types | {"null"} if types and schema.get("nullable") else types
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema behind local references ("#/$defs/Item"); {} for what is no schema or cannot be found."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = root if reference.startswith("#") else None
+        for part in reference[1:].split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def _typed(value: Any, schema: _Schema) -> Any:
     """The value in the type that its schema wants, where that loses nothing; else as the model wrote it."""
-    if not isinstance(schema, Mapping):
-        return value
     if isinstance(value, str):
         value = _from_string(value, schema)
-    elif not _allows(schema, value) and "string" in _types(schema) and not isinstance(value, (dict, list)):
+    elif not schema.allows(value) and "string" in schema.types and not isinstance(value, (dict, list)):
         return json.dumps(value)  # 12 where a string is wanted
-    if isinstance(value, float) and value.is_integer() and _types(schema) == {"integer"}:
+    if isinstance(value, float) and value.is_integer() and schema.types == {"integer"}:
         return int(value)
     if isinstance(value, dict):
-        branch = _branch(schema, "object")
-        return {key: _typed(item, _property(branch, key)) for key, item in value.items()}
+        return {key: _typed(item, schema.property(key)) for key, item in value.items()}
     if isinstance(value, list):
-        items = _branch(schema, "array").get("items")
+        items = schema.items()
         return [_typed(item, items) for item in value]
     return value
 
 
-def _from_string(text: str, schema: Mapping[str, Any]) -> Any:
-    types = _types(schema)
-    if not types or "string" in types or "enum" in schema:
+def _from_string(text: str, schema: _Schema) -> Any:
+    types = schema.types
+    if not types or "string" in types or schema.has_enum:
         return text
     try:
         reader = _Reader(text)
-        value = reader._value(1)
-        whole = reader.at_end()
+        value = reader.value()
+        is_whole = reader.at_end()
     except ToolCallError:
         return text
-    return value if whole and _allows(schema, value) else text
+    return value if is_whole and schema.allows(value) else text
 
 
-def _allows(schema: Mapping[str, Any], value: Any) -> bool:
-    types = _types(schema)
-    kinds = {
-        bool: {"boolean"},
-        int: {"integer", "number"},
-        float: {"number", "integer"} if isinstance(value, float) and value.is_integer() else {"number"},
-        str: {"string"},
-        list: {"array"},
-        dict: {"object"},
-        type(None): {"null"},
-    }
-    return not types or bool(kinds[type(value)] & types)
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Lower-case JSON types that the schema allows; empty: it does not say."""
-    own = schema.get("type")
-    types = {own} if isinstance(own, str) else set(own) if isinstance(own, list) else set()
-    for branch in _branches(schema):
-        types |= _types(branch)
-    types = {kind.lower() for kind in types if isinstance(kind, str)}
-    return types | {"null"} if types and schema.get("nullable") else types
-
-
-def _branch(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The alternative of the schema that describes this kind of value."""
-    own = schema.get("type")
-    if own == kind or (isinstance(own, list) and kind in own) or not _branches(schema):
-        return schema
-    return next((branch for branch in _branches(schema) if kind in _types(branch)), schema)
-
-
-def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = [b for name in ("anyOf", "oneOf", "allOf") for b in schema.get(name) or () if isinstance(b, Mapping)]
-    return found
+def _kinds(value: Any) -> set[str]:
+    """Names of the JSON types that the value belongs to."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"integer", "number"} if value.is_integer() else {"number"}
+    if value is None:
+        return {"null"}
+    return {"string"} if isinstance(value, str) else {"array"} if isinstance(value, list) else {"object"}

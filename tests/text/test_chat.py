@@ -362,7 +362,9 @@ def test_given_template_goes_before_the_folders_own_and_that_before_the_built_in
     "source",
     [
         "{{ raise_exception('roles must alternate') }}", "{{ messages[5].content }}", "{{ ''.__class__.__mro__ }}",
-        "{% for i in range(1000000000) %}x{% endfor %}", "{{ 1 / 0 }}", "{{ messages.append(1) }}",
+        "{% for i in range(1000000000) %}x{% endfor %}", "{{ 1 / 0 }}",
+        "{{ namespace(a=1).__class__.x }}", "{{ namespace(a=1).b.c }}", "{{ messages.clear() }}",
+        "{{ messages[0].update({'a': 1}) }}", "{{ ''.format.__globals__.x }}", "{{ messages.append(1) }}",
     ],
 )  # fmt: skip
 def test_template_that_fails_is_the_requests_error(gemma4: HFTokenizer, source: str) -> None:

@@ -119,6 +119,13 @@ def test_real_vocabulary_reproduces_the_46_public_vectors(real_gemma4: HFTokeniz
         assert real_gemma4.encode(text) == [int(i) for i in ids.split()], text
 
 
+@given(st.text(max_size=60))
+def test_real_ids_spell_any_text(real_gemma4: HFTokenizer, text: str) -> None:
+    ids = real_gemma4.encode(text)
+    assert b"".join(map(real_gemma4.token_bytes, ids)) == text.replace("▁", " ").encode()
+    assert not any(map(real_gemma4.is_control, ids))
+
+
 def test_gemma3_vocabulary_has_the_same_ordinary_ids(real_gemma3: HFTokenizer) -> None:
     for case in TEXTS["texts"]:
         assert real_gemma3.encode(case["text"], specials=True) == case["ids"], case["text"]

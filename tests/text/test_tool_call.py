@@ -81,6 +81,24 @@ def test_values_take_the_type_of_their_schema(schema: Any, written: str, value: 
     assert type(result) is type(value)
 
 
+def test_types_are_found_behind_local_references() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}, "next": {"$ref": "#/$defs/Point"}}}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "at": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "gone": {"$ref": "#/$defs/Missing"},
+            "many": {"type": "array", "items": {"$ref": "#/$defs/Point"}},
+        },
+        "$defs": {"Point": point, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 9}},
+    }
+    tool = {"function": {"name": "f", "parameters": parameters}}
+    text = 'call:f{at:{x:"1",next:{x:"2"}},loop:"3",gone:"4",many:[{x:"5"}]}'
+    ((_, found),) = parse_tool_calls(text, [tool])
+    assert found == {"at": {"x": 1, "next": {"x": 2}}, "loop": "3", "gone": "4", "many": [{"x": 5}]}
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "   ", "call:f", "f{a:1}", "call:f{a:}", "call:f{a 1}", "call:f{a:1", f"call:f{{a:{Q}x}}", 'call:f{"a": "x}',
