@@ -26,6 +26,9 @@ class ConfigError(GewellError):
         self.value = value
         self.limit = limit
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, object, str]]:
+        return type(self), (self.field, self.value, self.limit)  # so that it travels between processes
+
 
 class CheckpointError(GewellError):
     """A model folder or file is missing, damaged or of an unknown form."""

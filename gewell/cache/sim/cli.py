@@ -24,9 +24,9 @@ def sim(
     width: Annotated[int, typer.Option(help="Jobs that run side by side at most.")] = 64,
     policies: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = ",".join(POLICIES),
     processes: Annotated[int, typer.Option(help="Runs side by side.")] = 2,
-    json_to: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write rows as JSON; - for standard output.")
-    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Rows as JSON: `--json`, or `--json FILE.json` to keep the table.")
+    ] = False,
     plot_to: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the served shares.")] = None,
 ) -> None:
     """Replay job traces through the prefix cache's policy and the usual ones.
@@ -38,7 +38,10 @@ def sim(
     unknown = sorted(set(names) - set(POLICIES))
     if unknown or not names:
         raise ConfigError("policies", policies, f"choose among {', '.join(POLICIES)}")
-    paths = list(iter_paths(traces))
+    json_to = [path for path in traces if path.suffix == ".json"]
+    if json_to and (not as_json or len(json_to) > 1):
+        raise ConfigError("traces", str(json_to[-1]), "a trace is .jsonl or .jsonl.gz; one .json file goes with --json")
+    paths = list(iter_paths([path for path in traces if path.suffix != ".json"]))
     if not paths:
         raise ConfigError("traces", [str(path) for path in traces], "no .jsonl or .jsonl.gz file there")
     options = SimOptions(gpu_gib=gpu_gib, host_gib=host_gib, lookahead=lookahead, width=width, use_expect=expect)
@@ -48,11 +51,13 @@ def sim(
     with progress:
         task = progress.add_task("", total=num_runs(paths, names))
         rows = simulate(paths, names, options, num_processes=processes, on_done=lambda: progress.advance(task))
-    if json_to == "-":
-        typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
-    else:
+    if as_json:
+        text = json.dumps([row.as_json() for row in rows], indent=1)
+        if json_to:
+            json_to[0].write_text(text + "\n")
+        else:
+            typer.echo(text)
+    if json_to or not as_json:
         Console().print(table(rows, names, options))
-        if json_to is not None:
-            Path(json_to).write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
     if plot_to is not None:
         plot(rows, names, plot_to)
