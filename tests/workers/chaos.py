@@ -44,6 +44,7 @@ from gewell.protocol import (
 LINK_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, ConnectionError)
 STEP_S = 0.002
 MAX_TOKENS = 40
+_FOLLOW_S = 150.0  # a job may change its worker many times here
 _EVERYSEC_MS = 3_000  # the server syncs every second, and postpones a write while a sync is under way, up to 2 s
 
 
@@ -188,8 +189,8 @@ def follow(url: str, ns: str, run_seed: int, number: int, num_jobs: int) -> None
             time.sleep(0.005)
             continue
         follower = CutFollower(url, keys, job_id, rng)
-        if not follower.run(timeout_s=60.0):
-            print(f"WRONG {job_id}: no end in 60 s, last {follower.entries[-1:]}", flush=True)
+        if not follower.run(timeout_s=_FOLLOW_S):
+            print(f"WRONG {job_id}: no end in {_FOLLOW_S:g} s, last {follower.entries[-1:]}", flush=True)
             continue
         raw = None
         while raw is None:
@@ -420,12 +421,13 @@ def _send_lost_again(world: World) -> None:
     waiting = sum(world.harness.redis.xlen(world.keys.jobs(lane)) for lane in Lane)
     if waiting:
         return
+    accepted = world.accepted()
     for idx in range(world.args.jobs):
         spec = spec_of(world.args.seed, idx)
-        if not world.harness.redis.exists(world.keys.job(spec.job_id), world.keys.res(spec.job_id)):
-            if world.may_be_lost(world.accepted()[spec.job_id]):
-                world.num_lost += 1
-                world.harness.submit_raw(spec.job_id, spec.body, spec.lane)
+        is_known = world.harness.redis.exists(world.keys.job(spec.job_id), world.keys.res(spec.job_id))
+        if not is_known and world.may_be_lost(accepted[spec.job_id]):
+            world.num_lost += 1
+            world.harness.submit_raw(spec.job_id, spec.body, spec.lane)
 
 
 def _until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -55,6 +55,24 @@ def test_a_job_that_one_more_crash_ends_runs_alone_in_an_empty_engine():
     assert not probation.needs_empty_engine
 
 
+def test_trials_end_with_time_too():
+    now = [0.0]
+    probation = Probation(clock=lambda: now[0])
+    for name, at in (("slow", 3), ("stuck", 2), ("last", 1)):
+        probation.add(suspect(name, at * 1_000))
+    assert names(probation.next_group(is_engine_empty=False)) == ["slow"]
+    probation.started(["slow"])
+    now[0] = 0.9
+    probation.clear_survivors()
+    assert probation.has_trial
+    now[0] = 1.0  # a second in the batch and nobody died
+    probation.clear_survivors()
+    assert names(probation.next_group(is_engine_empty=False)) == ["stuck"]
+    now[0] = 6.1  # it found no free row in five
+    probation.clear_survivors()
+    assert names(probation.next_group(is_engine_empty=False)) == ["last"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_only_the_guilty_are_given_up(seed: int):
     """A worker's life as a model: it dies in the step in which a guilty job joins, and counts everyone in the batch."""

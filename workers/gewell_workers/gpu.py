@@ -67,6 +67,7 @@ class Worker:
         self._on_ready = on_ready
         self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._room_changed = asyncio.Event()
+        self._clock_is_set = asyncio.Event()  # deadlines can be judged
         self._caught_up = asyncio.Event()  # all cancels and commands of before are known; jobs may be read
         self._is_draining = False
         self._paused: set[Lane] = set()
@@ -113,8 +114,6 @@ class Worker:
 
     async def run(self) -> int:
         """Serve until drained, failed or told to end; returns the exit code."""
-        await self._intake_client.wait_until_up()
-        await self._clock.measure(self._intake_client)
         self._engine.start()
         loops = (self._beat_loop, self._read_loop, self._take_over_loop, self._watch_loop, self._tick_loop)
         for loop in loops:
@@ -192,6 +191,7 @@ class Worker:
 
     def _on_started(self, job_ids: list[str]) -> None:
         self._output.started(job_ids)
+        self._probation.started(job_ids)
 
     def _has_left(self, event: Event) -> bool:
         """Swallow the last events of a request whose stream is over; always False."""
@@ -234,6 +234,7 @@ class Worker:
         num_connects = 0
         while not self._is_draining:
             await self._read_client.wait_until_up()
+            await self._clock_is_set.wait()
             await self._caught_up.wait()
             try:
                 if self._read_client.num_connects != num_connects:
@@ -289,16 +290,17 @@ class Worker:
             await self._lease_client.wait_until_up()
             self._check_progress()
             try:
+                await self._clock.measure(self._lease_client)
                 await self._lease.beat(self._heartbeat())
                 max_queue_len = self._config.max_queue_len
                 await publish_info(self._lease_client, self._keys, self._info, max_queue_len, self._promise)
-                await self._clock.measure(self._lease_client)
                 await self._trim()
             except (LinkLost, ReplyError) as error:
                 await self._say_and_wait("the heartbeat", error)
                 continue
             if not is_ready:
                 is_ready = True
+                self._clock_is_set.set()
                 if self._on_ready is not None:
                     self._on_ready()
             await asyncio.sleep(pause_s)
@@ -344,6 +346,7 @@ class Worker:
             due: list[ParkedJob] = []
             if not self._probation.needs_empty_engine:
                 due = [job for job in self._table.parked.values() if job.due_ms <= now_ms]
+            self._probation.clear_survivors()
             group = self._probation.next_group(is_engine_empty=not self._table.held)
             if due or group:
                 await self._fetch(due, group)
@@ -486,15 +489,7 @@ async def make_parts(config: WorkerConfig, make_engine: Callable[[], Engine], mo
 
     Raises QueueError when there is no usable server and `wait_for_redis` is off.
     """
-    client = Client(config.redis_url, name=f"{config.worker_id}.start", timeout_s=config.redis_timeout_s)
-    if not config.wait_for_redis:
-        try:
-            await client.connect()
-        except ReplyError as error:
-            raise QueueError(f"{describe(config.redis_url)} refuses us: {error}") from error
-    await client.wait_until_up()
-    promise = await check_server(client, config.redis_url)
-    client.close()
+    promise = await _reach_server(config)
     output = OutputLink()
     engine, chat, _ = await asyncio.gather(
         asyncio.to_thread(make_engine),
@@ -502,6 +497,24 @@ async def make_parts(config: WorkerConfig, make_engine: Callable[[], Engine], mo
         output.start(_output_setup(config, model_dir)),
     )
     return Parts(engine=engine, chat=chat, output=output, promise=promise)
+
+
+async def _reach_server(config: WorkerConfig) -> str:
+    """Until the server is there and has read its data; returns its promise."""
+    client = Client(config.redis_url, name=f"{config.worker_id}.start", timeout_s=config.redis_timeout_s)
+    while True:
+        try:
+            if config.wait_for_redis:
+                await client.wait_until_up()
+            await client.connect()
+            promise = await check_server(client, config.redis_url)
+            client.close()
+            return promise
+        except (LinkLost, ReplyError) as error:
+            is_loading = isinstance(error, ReplyError) and str(error).startswith("LOADING")
+            if not config.wait_for_redis or (isinstance(error, ReplyError) and not is_loading):
+                raise QueueError(f"{describe(config.redis_url)} cannot be used: {error}") from error
+            await asyncio.sleep(0.1)
 
 
 def _output_setup(config: WorkerConfig, model_dir: Path | None) -> dict[str, Any]:

@@ -6,11 +6,14 @@ the batch last (what kills mostly kills in its first steps), never more than hal
 crash would end runs alone in an empty engine: whoever is given up had no one else beside it.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 _LAST_STEPS_MS = 100  # who joined so close to the last one joined in the worker's last steps
 _TRIAL_TOKENS = 8  # after so many tokens (or its end) a suspect is cleared
+_TRIAL_S = 1.0  # or after so long in the batch: a long prefill need not end
+_PATIENCE_S = 5.0  # or if it waits so long for a free row: the others must not wait for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +36,11 @@ class Suspect:
 class Probation:
     """Who waits, who is on trial. Knows no Redis and no engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.waiting: dict[str, Suspect] = {}  # by entry
+        self._clock = clock
         self._on_trial: dict[str, int] = {}  # job id -> tokens seen
+        self._cleared_at_s: dict[str, float] = {}  # job id -> when it is cleared without tokens
         self._is_alone = False
 
     @property
@@ -71,15 +76,28 @@ class Probation:
         for suspect in group:
             del self.waiting[suspect.entry]
             self._on_trial[suspect.job_id] = 0
+            self._cleared_at_s[suspect.job_id] = self._clock() + _PATIENCE_S
         return group
+
+    def started(self, job_ids: Iterable[str]) -> None:
+        """These join the batch now."""
+        for job_id in job_ids:
+            if job_id in self._on_trial:
+                self._cleared_at_s[job_id] = self._clock() + _TRIAL_S
 
     def saw_tokens(self, job_id: str, num_tokens: int) -> None:
         if job_id in self._on_trial:
             self._on_trial[job_id] += num_tokens
             if self._on_trial[job_id] >= _TRIAL_TOKENS:
-                del self._on_trial[job_id]
+                self.left([job_id])
+
+    def clear_survivors(self) -> None:
+        """End the trials whose time is up."""
+        now_s = self._clock()
+        self.left([job_id for job_id, at_s in self._cleared_at_s.items() if at_s <= now_s])
 
     def left(self, job_ids: Iterable[str]) -> None:
-        """These have ended, or could not be admitted after all."""
+        """These are cleared, have ended, or could not be admitted after all."""
         for job_id in job_ids:
             self._on_trial.pop(job_id, None)
+            self._cleared_at_s.pop(job_id, None)

@@ -15,7 +15,7 @@ import typer
 
 from gewell.embedded import EmbeddedServer, Persistence, ServerAlreadyRunning, default_url, queue_dir
 from gewell.engine.api import Engine
-from gewell.errors import ConfigError
+from gewell.errors import ConfigError, GewellError
 from gewell.model_store import list_models, model_path
 from gewell.protocol import DEFAULT_NAMESPACE
 from gewell_workers.config import WorkerConfig
@@ -200,4 +200,9 @@ def _say(text: str) -> None:
 
 def main() -> None:
     """`python -m gewell_workers`: the same command without the rest of the CLI."""
-    typer.run(up)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(up)
+    try:
+        app()
+    except GewellError as error:
+        sys.exit(f"gewell: {error}")
