@@ -153,6 +153,14 @@ class Client:
         records = {record.id: record for record in self.map(order)}
         return [records[job.id] for job in order]
 
+    def drain(self, inbox: str) -> Iterator[FinalRecord]:
+        """Records that wait in an inbox, oldest first; each is removed once the next one is asked for."""
+        key = self.keys.inbox(inbox)
+        while rows := self._call(self._redis.xrange, key, count=BATCH_SIZE):
+            for row_id, fields in rows:
+                yield FinalRecord.from_json(fields[b"res"])
+                self._call(self._redis.xdel, key, row_id)
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def follow(self, job_id: str, *, after: EntryId | str | None = None, timeout_s: float | None = None) -> "Stream":

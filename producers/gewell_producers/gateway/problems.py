@@ -62,9 +62,9 @@ def of_record(record: FinalRecord) -> Problem:
     """A job that ended without an answer."""
     if record.state is State.CANCELLED:
         return Problem(status=499, message="the job was cancelled", code="cancelled")
-    error = record.error or ErrorInfo(code=ErrorCode.DEADLINE, message="the job's deadline passed", retryable=True)
     if record.state is State.EXPIRED:
-        return Problem(status=504, message=error.message, code=error.code)
+        return Problem(status=504, message="the job's deadline passed", code=ErrorCode.DEADLINE)
+    error = record.error or ErrorInfo(code=ErrorCode.INTERNAL, message="the job ended without a reason")
     problem = of_request(InvalidRequest(error.code, error.message, error.field))
     return Problem(
         status=problem.status, message=problem.message, code=problem.code, param=problem.param,
