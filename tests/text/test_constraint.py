@@ -8,11 +8,6 @@ import numpy as np
 import pytest
 
 from gewell.errors import InvalidRequest
-from gewell.text.parser import OutputParser
-from gewell.text.tokenizer import ByteTokenizer, HFTokenizer
-
-pytest.importorskip("llguidance")
-
 from gewell.text.constraint import (
     ConstraintFailed,
     ConstraintKind,
@@ -25,6 +20,8 @@ from gewell.text.constraint import (
     parse_structured_outputs,
     parse_tool_choice,
 )
+from gewell.text.parser import OutputParser
+from gewell.text.tokenizer import ByteTokenizer, HFTokenizer
 
 PERSON = {
     "type": "object",
