@@ -62,6 +62,7 @@ class PagedEngine:
         self._num_arrivals = 0
         self._busy_s = 0.0  # time in which a step was under way
         self._busy_until_s = 0.0
+        self._decode_step_s = 0.0  # running mean of steps of decode rows alone
         self._counts = _Counts()
         self._num_checkpoint_pages = 0
         self._pages_counted_at_s = -1.0
@@ -217,8 +218,10 @@ class PagedEngine:
         except Exception as error:
             raise EngineError(f"step {plan.step_idx} failed: {error}") from error
         now = self._clock()
-        self._busy_s += now - max(launched_at_s, self._busy_until_s)
+        elapsed = now - max(launched_at_s, self._busy_until_s)
+        self._busy_s += elapsed
         self._busy_until_s = now
+        self._learn_costs(plan, elapsed)
         rows = plan.sampling_rows()
         if len(result.token_ids) != len(rows):
             raise EngineError(f"step {plan.step_idx}: {len(result.token_ids)} tokens for {len(rows)} rows")
@@ -242,6 +245,15 @@ class PagedEngine:
         for chunk in plan.chunks:
             if chunk.is_last and not chunk.samples and chunk.req.stage is not Stage.FINISHED:
                 self._end(chunk.req, FinishReason.LENGTH, events)  # nothing was to be generated
+
+    def _learn_costs(self, plan: StepPlan, elapsed_s: float) -> None:
+        """What prefill costs on this device: the time that a step took beyond one of decode rows alone."""
+        if not plan.chunks:
+            self._decode_step_s += 0.1 * (elapsed_s - self._decode_step_s)
+        elif len(plan.chunks) == 1:
+            (chunk,) = plan.chunks
+            seconds = elapsed_s - (self._decode_step_s if plan.decode_rows else 0.0)
+            self._scheduler.prefixes.observe_prefill(chunk.start, chunk.end, seconds)
 
     # ------------------------------------------------------------------------------------------------------- ending
 

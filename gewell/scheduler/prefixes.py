@@ -52,6 +52,9 @@ class Prefixes(Protocol):
     def evict(self, num_pages: int) -> int:
         """Free up to that many pages, the least valuable first; returns how many became free."""
 
+    def observe_prefill(self, start: int, end: int, seconds: float) -> None:
+        """Computing tokens [start, end) of a prompt took that long: what a cached prefix is worth."""
+
     def take_transfers(self) -> list[Transfer]:
         """Copies between device and host memory that the calls so far need, in order."""
 
@@ -88,6 +91,9 @@ class NoPrefixes:
 
     def evict(self, num_pages: int) -> int:
         return 0
+
+    def observe_prefill(self, start: int, end: int, seconds: float) -> None:
+        pass
 
     def take_transfers(self) -> list[Transfer]:
         return []
@@ -141,6 +147,9 @@ class CachedPrefixes:
 
     def evict(self, num_pages: int) -> int:
         return self.cache.evict(num_pages)
+
+    def observe_prefill(self, start: int, end: int, seconds: float) -> None:
+        self.cache.policy.costs.observe(start, end, seconds)
 
     def take_transfers(self) -> list[Transfer]:
         return self.cache.take_transfers()
