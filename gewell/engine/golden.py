@@ -7,13 +7,36 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gewell.errors import CheckpointError
 from gewell.weights.checkpoint import Checkpoint
+
+
+class Gap(NamedTuple):
+    """Distance between two sets of numbers: the largest, their sum and how many there are."""
+
+    largest: float = 0.0
+    total: float = 0.0
+    num_numbers: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.num_numbers if self.num_numbers else 0.0
+
+    def joined(self, a: Tensor, b: Tensor) -> "Gap":
+        """With the distances of two tensors of the same shape added."""
+        if not a.numel():
+            return self
+        distance = (a.float() - b.float()).abs()
+        return self.merged(Gap(_largest(a, b), float(distance.sum()), distance.numel()))
+
+    def merged(self, other: "Gap") -> "Gap":
+        num_numbers = self.num_numbers + other.num_numbers
+        return Gap(max(self.largest, other.largest), self.total + other.total, num_numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,29 +58,31 @@ class Case:
         ids: list[int] = self.tensors["greedy_ids"].tolist() if "greedy_ids" in self.tensors else []
         return ids
 
+    @property
+    def bf16_mean(self) -> float | None:
+        """What the reference implementation itself loses in bfloat16: mean distance of its logits."""
+        reference = self.about.get("bf16_reference")
+        return float(reference["mean_abs"]) if reference else None
+
     def logit_difference(self, position: int, logits: Tensor) -> float:
-        """Largest distance of rows [n, vocab] for positions [position, position + n); NaN counts as infinite.
+        """Largest distance of rows [n, vocab] for positions [position, position + n); NaN counts as infinite."""
+        return self.logit_gap(position, logits).largest
+
+    def logit_gap(self, position: int, logits: Tensor) -> "Gap":
+        """Distance of rows [n, vocab] for positions [position, position + n) from whatever golden logits there are.
 
         Some folders keep all logits, others the best few of each position and the logarithm of the sum.
         """
-        rows, differences = logits.shape[0], [0.0]
-        num_prompt = len(self.prompt_ids)
-        if "logits" in self.tensors:
-            golden = self.tensors["logits"][position : position + rows]
-            differences.append(_largest(logits[: golden.shape[0]], golden))
-        elif "top_logits" in self.tensors:
-            golden = self.tensors["top_logits"][position : position + rows]
-            kept = logits[: golden.shape[0]]
-            ids = self.tensors["top_ids"][position : position + rows].long()
-            differences.append(_largest(kept.gather(1, ids), golden))
-            sums = self.tensors["logsumexp"][position : position + rows]
-            differences.append(_largest(torch.logsumexp(kept, dim=-1), sums))
-        if "greedy_logits" in self.tensors:
-            first = max(position, num_prompt - 1)  # the logits that the first greedy id was chosen from
-            golden = self.tensors["greedy_logits"][first - num_prompt + 1 : position + rows - num_prompt + 1]
-            if first < position + rows and golden.shape[0]:
-                differences.append(_largest(logits[first - position :], golden))
-        return max(differences)
+        gap = Gap()
+        # The first greedy id was chosen from the logits of the prompt's last position.
+        for name, golden_start in (("logits", 0), ("greedy_logits", len(self.prompt_ids) - 1)):
+            if name in self.tensors:
+                gap = gap.joined(*_overlap(self.tensors[name], golden_start, logits, position))
+        if "top_logits" in self.tensors:
+            kept, ids = _overlap(self.tensors["top_ids"], 0, logits, position)
+            gap = gap.joined(*_overlap(self.tensors["top_logits"], 0, kept.gather(1, ids.long()), position))
+            gap = gap.joined(*_overlap(self.tensors["logsumexp"], 0, torch.logsumexp(kept, dim=-1), position))
+        return gap
 
     def wrong_greedy_ids(self, position: int, logits: Tensor) -> int:
         """How many rows for positions [position, position + n) would choose another id than the golden one."""
@@ -111,6 +136,14 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
     return _largest(a, b)
+
+
+def _overlap(golden: Tensor, golden_start: int, ours: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """The rows that both have, where row i of each stands for position start + i."""
+    first, last = max(start, golden_start), min(start + ours.shape[0], golden_start + golden.shape[0])
+    if first >= last:
+        return ours[:0], golden[:0]
+    return ours[first - start : last - start], golden[first - golden_start : last - golden_start]
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
