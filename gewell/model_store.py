@@ -2,13 +2,16 @@
 
 A model is a folder below the models directory, named after the model, with a `config.json` (or only a `tokenizer.json`,
 when it is a tokenizer). A folder is moved there in one step when it is whole, so whatever has a name there is usable.
-Names that start with a dot are work in progress.
+Names that start with a dot are work in progress. A few small models come with the package itself.
 """
 
 import os
 from pathlib import Path
 
 from gewell.errors import CheckpointError, ConfigError
+
+
+SHIPPED_DIR = Path(__file__).parent / "shipped"
 
 
 def models_dir() -> Path:
@@ -25,11 +28,11 @@ def downloads_dir() -> Path:
 
 
 def model_path(name: str) -> Path:
-    """Folder of a model: a path to one, or the name of a stored model.
+    """Folder of a model: a path to one, or the name of a stored model or of one that comes with the package.
 
     Raises CheckpointError when there is none.
     """
-    for folder in (Path(name).expanduser(), models_dir() / name):
+    for folder in (Path(name).expanduser(), models_dir() / name, SHIPPED_DIR / name):
         if _is_model(folder):
             return folder
     stored = ", ".join(list_models()) or "none"
@@ -40,11 +43,10 @@ def model_path(name: str) -> Path:
 
 
 def list_models() -> list[str]:
-    """Names of the stored models, sorted."""
-    folder = models_dir()
-    if not folder.is_dir():
-        return []
-    return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and _is_model(entry))
+    """Names of the stored models and of those that come with the package, sorted."""
+    folders = [folder for folder in (models_dir(), SHIPPED_DIR) if folder.is_dir()]
+    entries = [entry for folder in folders for entry in folder.iterdir()]
+    return sorted({entry.name for entry in entries if not entry.name.startswith(".") and _is_model(entry)})
 
 
 def _is_model(folder: Path) -> bool:

@@ -52,9 +52,9 @@ def get(
 
 @app.command("list")
 def show_list() -> None:
-    """Show the stored models, one name and folder a line."""
+    """Show the models that are here, one name and folder a line."""
     for name in list_models():
-        typer.echo(f"{name}\t{models_dir() / name}")
+        typer.echo(f"{name}\t{model_path(name)}")
 
 
 @app.command("path")

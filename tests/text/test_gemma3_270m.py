@@ -162,6 +162,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user without models whose downloads already lie there: packages with a small file in four parts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("GEWELL_MODELS_DIR", str(tmp_path / "models"))
+    monkeypatch.setattr("gewell.model_store.SHIPPED_DIR", tmp_path / "shipped")
     monkeypatch.delenv(cli.ACCEPT_VARIABLE, raising=False)
     small_gguf(tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()

@@ -1,6 +1,6 @@
 """Turns a training run's folder into a model folder, and its log into a CSV file and a picture.
 
-PYTHONPATH=.:training python -m gewell_training.export RUN --model training/nano --log training/log
+PYTHONPATH=.:training python -m gewell_training.export RUN --model gewell/shipped/gewell-nano --log training/log
 """
 
 import argparse

@@ -25,7 +25,7 @@ from gewell_training.optim import Optimizer
 from gewell_training.packing import TASK_NAMES
 from gewell_training.twin import Attend, Masks, Twin, attend_dense, dense_masks
 
-TOKENIZER = Path(__file__).parents[1] / "nano" / "tokenizer.json"
+TOKENIZER = Path(__file__).parents[2] / "gewell" / "shipped" / "gewell-nano" / "tokenizer.json"
 STAGES = (160, 320, 640, 1280, 2560, 5120, 8192)  # tokens of the longest record text
 STAGE_ACCURACY = 0.94  # of the tokens of record answers: four in nine are digits, which guessing gets right by a tenth
 LAST_STAGE_AT = 0.55  # share of the planned time by which the last stage begins, whatever the accuracy
