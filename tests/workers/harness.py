@@ -133,6 +133,12 @@ class Harness:
             worker.wait_until_ready()
         return worker
 
+    def abandon(self) -> None:
+        """End the workers and leave the server as it is."""
+        for worker in self._workers:
+            worker.close()
+        self.redis.close()
+
     def close(self) -> None:
         for worker in self._workers:
             worker.close()

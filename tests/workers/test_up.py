@@ -40,9 +40,9 @@ class Up:
 
 
 def run_job(url: str, job_id: str) -> FinalRecord:
-    client, keys = redis.Redis.from_url(url), Keys()
-    client.xadd(keys.jobs("normal"), job_entry(job_id, BODY))
-    return FinalRecord.from_json(wait_for(lambda: client.get(keys.res(job_id))))
+    with redis.Redis.from_url(url) as client:
+        client.xadd(Keys().jobs("normal"), job_entry(job_id, BODY))
+        return FinalRecord.from_json(wait_for(lambda: client.get(Keys().res(job_id))))
 
 
 def test_up_alone_serves_jobs_and_keeps_them_for_the_next_up(tmp_path: Path):
@@ -59,8 +59,8 @@ def test_up_alone_serves_jobs_and_keeps_them_for_the_next_up(tmp_path: Path):
     second.wait_until_ready()
     running = find_running(tmp_path / "queue")
     assert running is not None
-    kept = redis.Redis.from_url(running.url).get(Keys().res("a"))
-    assert FinalRecord.from_json(kept) == record
+    with redis.Redis.from_url(running.url) as client:
+        assert FinalRecord.from_json(client.get(Keys().res("a"))) == record
     second.process.terminate()
     assert second.process.wait(20) == 0
 
@@ -106,7 +106,6 @@ def test_server_that_comes_later_is_waited_for(tmp_path: Path):
     ("args", "message"),
     [
         (("--model", "no-such-model"), "no-such-model"),
-        ((), "model"),
         (("--model", "scripted", "--redis", "nonsense"), "nonsense"),
         (("--model", "scripted", "--ns", "a:b"), "a:b"),
         (("--model", "scripted", "--lease-s", "0"), "lease_s"),
