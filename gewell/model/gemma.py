@@ -373,9 +373,9 @@ class GemmaModel:
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """hidden_rows [rows, hidden_size], after the final norm -> [rows, vocab_size] float32, after the soft-cap."""
-        logits = self.ops.linear(hidden_rows, self.embedding).float()
+        logits = self.ops.linear(hidden_rows, self.embedding)
         cap = self.config.final_logit_softcap
-        return logits if cap is None else self.ops.soft_cap(logits, cap)
+        return logits.float() if cap is None else self.ops.soft_cap(logits, cap)
 
     def weight_slots(self) -> "Iterator[tuple[str, WeightSlot]]":
         """Every tensor of a checkpoint by its name without prefix, and the memory it is copied into."""

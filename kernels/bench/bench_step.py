@@ -1,6 +1,6 @@
 """Times whole decode steps and prefills of Gemma 4 with random weights: the model as it serves, under one CUDA graph.
 
-    python kernels/bench/bench_step.py [--out FILE.json] [--shape gemma4-31b.json] [--cases decode:64:168,prefill:8192]
+    python kernels/bench/bench_step.py [--out FILE.json] [--shape FILE.json] [--cases decode:64:168 prefill:8192]
 
 A case is `decode:rows:ctx` (one captured step: plan, all layers, logits, greedy sampling) or `prefill:tokens[:chunk]`
 (eager, chunk after chunk, the last row's logits). A floor is the sum over phases (projections, attention of each kind,
@@ -10,6 +10,7 @@ head) of the larger of bytes over read bandwidth and FLOPs over matmul rate, bot
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from typing import Any
 
 import torch
 from gewell_kernels import ops
+from gewell_kernels import paged_attention as attention
 from gewell_kernels.batch import AttentionBatch
+from gewell_kernels.layout import KVLayout, LayerKV
 from gewell_kernels.reference.worlds import make_batch
 from measure import ceilings, environment
 
@@ -27,7 +30,10 @@ from gewell.config import LayerKind, ModelConfig
 from gewell.model.gemma import ForwardBatch, GemmaModel
 
 BF16 = torch.bfloat16
-DEFAULT_CASES = "decode:1:168,decode:64:168,decode:256:168,decode:64:2048,decode:8:32768,prefill:1024,prefill:8192,prefill:32768:8192"
+DEFAULT_CASES = (
+    "decode:1:168 decode:64:168 decode:256:168 decode:64:2048 decode:8:32768 "
+    "prefill:1024 prefill:8192 prefill:32768:8192"
+)
 
 
 class Bench:
@@ -96,6 +102,7 @@ class Bench:
             "decode", times, floor, rows=rows, ctx=ctx, tok_s=round(rows / statistics.median(times) * 1e3, 1)
         )
         row["groups_ms"] = groups
+        row["sm_mhz"] = sm_clock()
         return row
 
     def prefill(self, tokens: int, chunk: int, repeats: int = 3) -> dict[str, Any]:
@@ -181,6 +188,14 @@ class Bench:
         }
 
 
+def sm_clock() -> int:
+    """MHz just now: says whether the device ran slower to keep within its power limit."""
+    text = subprocess.run(
+        ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"], capture_output=True, text=True
+    ).stdout
+    return int(text.split()[0]) if text.strip() else 0
+
+
 def profile(run: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds of one run per group of kernels, and what is left between them."""
     torch.cuda.synchronize()
@@ -215,6 +230,7 @@ def group_of(kernel: str) -> str:
         ("gelu_mul", "gelu_mul"),
         ("_linear", "projections"),
         ("_sample", "sample"),
+        ("soft_cap", "soft-cap"),
         ("chunk_maxima", "sample"),
         ("gemm", "projections"),
         ("nvjet", "projections"),
@@ -227,12 +243,32 @@ def group_of(kernel: str) -> str:
     return f"other: {kernel[:40]}"
 
 
+def override_tiles(sliding: str | None, full: str | None) -> None:
+    choose = attention.decode_tiles
+
+    def chosen(layer: LayerKV, kv_bytes: int, device: torch.device) -> attention.DecodeTiles:
+        text = sliding if layer.layout is KVLayout.PLAIN else full
+        if text is None:
+            return choose(layer, kv_bytes, device)
+        keys, heads, warps, stages, programs = map(int, text.split("."))
+        return attention.DecodeTiles(
+            keys=keys, heads=heads, num_warps=warps, num_stages=stages, programs_per_sm=programs
+        )
+
+    attention.decode_tiles = chosen
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the result rows here, as JSON")
     parser.add_argument("--shape", type=Path, default=Path(__file__).parent / "gemma4-31b.json")
-    parser.add_argument("--cases", default=DEFAULT_CASES, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--cases", nargs="+", default=DEFAULT_CASES.split(), help="default: %(default)s")
+    parser.add_argument(
+        "--sliding-tiles", help="keys.heads.warps.stages.programs_per_sm, to try others than the chosen"
+    )
+    parser.add_argument("--full-tiles", help="likewise for full layers")
     options = parser.parse_args()
+    override_tiles(options.sliding_tiles, options.full_tiles)
     torch.manual_seed(0)
     roof = ceilings()
     torch.cuda.empty_cache()
@@ -240,7 +276,7 @@ def main() -> int:
     bench = Bench(options.shape, roof)
     rows = []
     with torch.inference_mode():
-        for case in options.cases.split(","):
+        for case in options.cases:
             kind, *numbers = case.split(":")
             sizes = [int(number) for number in numbers]
             if kind == "decode":

@@ -17,6 +17,16 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def _arrival_counters(device: torch.device, num_counters: int) -> torch.Tensor:
+    return torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+
+def arrival_counters(device: torch.device, num_counters: int) -> torch.Tensor:
+    """At least so many int32 zeros. Every launch leaves them at zero; one stream at a time may use them."""
+    return _arrival_counters(device, max(4096, 1 << (num_counters - 1).bit_length()))
+
+
+@cache
 def shared_memory_bytes(device: torch.device) -> int:
     """What one program may use: 227 KiB on sm_90 and sm_100, 163 KiB on sm_80, 99 KiB on sm_89 and sm_120."""
     if device.type != "cuda":

@@ -2,9 +2,9 @@
 
 A unit is a sequence and a block of HEADS_PER_TILE kv heads. The keys of all units are cut into tiles and laid end to
 end; program p of P takes tiles [p T / P, (p + 1) T / P) of the T tiles, whatever units they belong to. A unit that lies
-within one program is finished there; of others each program leaves its share (running maximum, sum, accumulator), and a
-second kernel joins the shares in order. The grid is fixed and all lengths are read on the device, so a captured graph
-serves any lengths.
+within one program is finished there; of others each program leaves its share (running maximum, sum, accumulator). The
+shares are joined in the order of programs, by the program that arrives last (FUSED) or, where a unit may have many, by
+a second kernel. The grid is fixed and all lengths are read on the device, so a captured graph serves any lengths.
 
 A tile holds BLOCK_T keys of each of its heads, BLOCK_N = HEADS_PER_TILE * BLOCK_T rows; query heads of another kv head
 do not see a row. That costs no matrix work, since the instruction's 16 query rows are there anyway, and makes units
@@ -41,6 +41,12 @@ def plan_decode_kernel(
     num_tiles = tl.cdiv(kv_len - first_key(kv_len, WINDOW, ALIGN), BLOCK_T)
     tl.store(first_tiles_ptr + 1 + offs_s, tl.cumsum(num_tiles, axis=0), mask=offs_s < num_seqs)
     tl.store(first_tiles_ptr, 0)
+
+
+@triton.jit
+def programs_at_work(total, num_programs):
+    """Fewer programs where each would get less than four tiles: every share costs a store, a load and an arrival."""
+    return tl.maximum(tl.minimum(num_programs, tl.cdiv(total, 4)), 1)
 
 
 @triton.jit
@@ -110,6 +116,68 @@ def softmax_step(scores, row_max):
     return new_max, tl.exp2(scores - reference[:, None]), tl.exp2(row_max - reference)
 
 
+@triton.jit
+def _join_if_last(
+    arrival_ptr,
+    part_acc_ptr,
+    part_stat_ptr,
+    out_ptr,  # of the unit's first query head
+    unit_begin,  # tiles [unit_begin, unit_end) of all
+    unit_end,
+    total,
+    num_programs,
+    ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Count this program's arrival at a shared unit; the last one joins all shares (see `join_parts_kernel`)."""
+    # Program p starts at p T // P <= x exactly when p <= ((x + 1) P - 1) // T.
+    first = ((unit_begin + 1) * num_programs - 1) // total
+    last = (unit_end * num_programs - 1) // total
+    tl.debug_barrier()  # every thread's share is written before the arrival is counted
+    if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == last - first:
+        tl.store(arrival_ptr, 0)
+        offs_g = tl.arange(0, BLOCK_G)
+        offs_d = tl.arange(0, HEAD_DIM)
+        mask_g = offs_g < ROWS
+        row_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((BLOCK_G,), tl.float32)
+        acc = tl.zeros((BLOCK_G, HEAD_DIM), tl.float32)
+        for at in range(first, last + 1, UNROLL):
+            for i in tl.static_range(UNROLL):
+                program = at + i
+                part = 2 * program + (program * total // num_programs < unit_begin)
+                mask = mask_g & (program <= last)
+                stat_ptrs = part_stat_ptr + part * 2 * ROWS + offs_g
+                acc_ptrs = part_acc_ptr + (part * ROWS + offs_g)[:, None] * HEAD_DIM + offs_d[None, :]
+                # Past the first-level cache, which is not kept coherent with other programs' writes.
+                share_max = tl.load(stat_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                share_sum = tl.load(stat_ptrs + ROWS, mask=mask, other=0.0, cache_modifier=".cg")
+                share = tl.load(acc_ptrs, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+                new_max = tl.maximum(row_max, share_max)
+                reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+                factor = tl.exp2(share_max - reference)
+                scale = tl.exp2(row_max - reference)
+                row_sum = row_sum * scale + share_sum * factor
+                acc = acc * scale[:, None] + share * factor[:, None]
+                row_max = new_max
+        out = (acc / tl.where(mask_g, row_sum, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask_g[:, None])
+
+
+@triton.jit
+def _zero_blind_rows(first_tiles_ptr, out_ptr, num_seqs, num_q_heads, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Sequences without keys give 0; each program sees to its share of them."""
+    for seq in range(tl.program_id(0), num_seqs, tl.num_programs(0)):
+        if tl.load(first_tiles_ptr + seq) == tl.load(first_tiles_ptr + seq + 1):
+            for head in range(0, num_q_heads, BLOCK_G):
+                heads = head + tl.arange(0, BLOCK_G)
+                rows = (seq * num_q_heads + heads)[:, None].to(tl.int64) * HEAD_DIM
+                zeros = tl.zeros((BLOCK_G, HEAD_DIM), out_ptr.dtype.element_ty)
+                tl.store(out_ptr + rows + tl.arange(0, HEAD_DIM)[None, :], zeros, mask=(heads < num_q_heads)[:, None])
+
+
 @triton.jit(do_not_specialize=["table_stride_s", "num_seqs"])
 def _decode_plain_kernel(
     q_ptr,  # [num_seqs, query heads, HEAD_DIM] contiguous
@@ -119,6 +187,7 @@ def _decode_plain_kernel(
     kv_lens_ptr,
     first_tiles_ptr,
     out_ptr,  # as q
+    arrivals_ptr,  # [num_seqs * units] int32, all zero; left so (FUSED)
     part_acc_ptr,  # [2 * programs, ROWS, HEAD_DIM] float32: a program's first and last unit
     part_stat_ptr,  # [2 * programs, 2, ROWS] float32: maximum, sum
     page_stride,  # elements
@@ -137,6 +206,8 @@ def _decode_plain_kernel(
     ALIGN: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     STAGES: tl.constexpr,
+    FUSED: tl.constexpr,
+    UNROLL: tl.constexpr,  # shares loaded at a time
 ):
     """out = softmax(q k^T) v over a sequence's last WINDOW keys; softmax in float32, weights rounded to q's dtype."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -145,7 +216,9 @@ def _decode_plain_kernel(
     BLOCK_N: tl.constexpr = HEADS_PER_TILE * BLOCK_T
     program = tl.program_id(0)
     total = tl.load(first_tiles_ptr + num_seqs).to(tl.int64) * UNITS
-    begin, end = _range_of_program(program, total, tl.num_programs(0))
+    num_programs = programs_at_work(total, tl.num_programs(0))
+    begin, end = _range_of_program(tl.minimum(program, num_programs), total, num_programs)
+    end = tl.minimum(end, total)
     offs_g = tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, HEAD_DIM)
     offs_t = tl.arange(0, BLOCK_N) % BLOCK_T
@@ -169,7 +242,8 @@ def _decode_plain_kernel(
         oldest = tl.maximum(kv_len - WINDOW, 0) - table_start if WINDOW > 0 else -table_start
         limit = kv_len - table_start
         table_row_ptr = page_table_ptr + seq.to(tl.int64) * table_stride_s
-        q_rows = (seq.to(tl.int64) * UNITS + unit) * ROWS + offs_g[:, None]
+        first_q_head = (seq.to(tl.int64) * UNITS + unit) * ROWS
+        q_rows = first_q_head + offs_g[:, None]
         q = tl.load(q_ptr + q_rows * HEAD_DIM + offs_d[None, :], mask=mask_g[:, None], other=0.0)
         row_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)
@@ -207,9 +281,17 @@ def _decode_plain_kernel(
             tl.store(stat_ptrs + ROWS, row_sum, mask=mask_g)
             part_rows = part_acc_ptr + (part * ROWS + offs_g[:, None]) * HEAD_DIM
             tl.store(part_rows + offs_d[None, :], acc, mask=mask_g[:, None])
+            if FUSED:
+                _join_if_last(
+                    arrivals_ptr + seq * UNITS + unit, part_acc_ptr, part_stat_ptr, out_ptr + first_q_head * HEAD_DIM,
+                    at - first, at - first + seq_tiles, total, num_programs, ROWS, BLOCK_G, HEAD_DIM, UNROLL,
+                )  # fmt: skip
         at += num_tiles
         while (at < end) & (tl.load(first_tiles_ptr + seq + 1).to(tl.int64) * UNITS <= at):
             seq += 1
+
+    if FUSED:
+        _zero_blind_rows(first_tiles_ptr, out_ptr, num_seqs, NUM_KV_HEADS * GROUP, BLOCK_G, HEAD_DIM)
 
 
 @triton.jit
@@ -248,6 +330,7 @@ def _decode_shared_kernel(
     k_weight_ptr,  # [HEAD_DIM] float32, original order; V_ONLY
     rotary_ptr,  # [positions, 2 * NUM_LIVE] float16; V_ONLY
     out_ptr,  # as q, original order
+    arrivals_ptr,  # [num_seqs * units] int32, all zero; left so (FUSED)
     part_acc_ptr,  # [2 * programs, ROWS, HEAD_DIM] float32, original order
     part_stat_ptr,  # [2 * programs, 2, ROWS] float32: maximum, sum
     page_stride,  # elements
@@ -268,6 +351,8 @@ def _decode_shared_kernel(
     ALIGN: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     STAGES: tl.constexpr,
+    FUSED: tl.constexpr,
+    UNROLL: tl.constexpr,  # shares loaded at a time
 ):
     """As the plain kernel where a row holds V alone: its passing dims are key too, its turning dims are rotated here.
 
@@ -282,7 +367,9 @@ def _decode_shared_kernel(
     ROW_ELEMS: tl.constexpr = HEAD_DIM if V_ONLY else HEAD_DIM + 2 * NUM_LIVE
     program = tl.program_id(0)
     total = tl.load(first_tiles_ptr + num_seqs).to(tl.int64) * UNITS
-    begin, end = _range_of_program(program, total, tl.num_programs(0))
+    num_programs = programs_at_work(total, tl.num_programs(0))
+    begin, end = _range_of_program(tl.minimum(program, num_programs), total, num_programs)
+    end = tl.minimum(end, total)
     offs_g = tl.arange(0, BLOCK_G)
     offs_t = tl.arange(0, BLOCK_N) % BLOCK_T
     tile_heads = tl.arange(0, BLOCK_N) // BLOCK_T
@@ -310,7 +397,8 @@ def _decode_shared_kernel(
         oldest = tl.maximum(kv_len - WINDOW, 0) - table_start if WINDOW > 0 else -table_start
         limit = kv_len - table_start
         table_row_ptr = page_table_ptr + seq.to(tl.int64) * table_stride_s
-        q_rows = (seq.to(tl.int64) * UNITS + unit) * ROWS + offs_g[:, None]
+        first_q_head = (seq.to(tl.int64) * UNITS + unit) * ROWS
+        q_rows = first_q_head + offs_g[:, None]
         q_ptrs = q_ptr + q_rows * HEAD_DIM
         q_a = tl.load(q_ptrs + offs_i[None, :], mask=mask_g[:, None], other=0.0)
         q_b = tl.load(q_ptrs + NUM_LIVE + offs_i[None, :], mask=mask_g[:, None], other=0.0)
@@ -376,19 +464,27 @@ def _decode_shared_kernel(
             tl.store(part_rows + HALF + offs_i[None, :], acc_b, mask=mask_g[:, None])
             tl.store(part_rows + place_c, acc_c, mask=mask_g[:, None])
             tl.store(part_rows + place_d, acc_d, mask=mask_g[:, None])
+            if FUSED:
+                _join_if_last(
+                    arrivals_ptr + seq * UNITS + unit, part_acc_ptr, part_stat_ptr, out_ptr + first_q_head * HEAD_DIM,
+                    at - first, at - first + seq_tiles, total, num_programs, ROWS, BLOCK_G, HEAD_DIM, UNROLL,
+                )  # fmt: skip
         at += num_tiles
         while (at < end) & (tl.load(first_tiles_ptr + seq + 1).to(tl.int64) * UNITS <= at):
             seq += 1
 
+    if FUSED:
+        _zero_blind_rows(first_tiles_ptr, out_ptr, num_seqs, NUM_KV_HEADS * GROUP, BLOCK_G, HEAD_DIM)
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+
+@triton.jit(do_not_specialize=["num_seqs", "grid_programs"])
 def join_parts_kernel(
     first_tiles_ptr,
     part_acc_ptr,
     part_stat_ptr,
     out_ptr,  # [num_seqs, query heads, HEAD_DIM] contiguous
     num_seqs,
-    num_programs,  # of the kernel that left the parts
+    grid_programs,  # of the kernel that left the parts
     UNITS: tl.constexpr,  # of one sequence
     ROWS: tl.constexpr,  # query heads of a unit
     HEAD_DIM: tl.constexpr,
@@ -402,6 +498,7 @@ def join_parts_kernel(
     q_head = tl.program_id(1)
     row_idx = q_head % ROWS
     total = tl.load(first_tiles_ptr + num_seqs).to(tl.int64) * UNITS
+    num_programs = programs_at_work(total, grid_programs)
     seq_first = tl.load(first_tiles_ptr + seq).to(tl.int64)
     seq_tiles = tl.load(first_tiles_ptr + seq + 1).to(tl.int64) - seq_first
     unit_begin = seq_first * UNITS + (q_head // ROWS) * seq_tiles
@@ -420,8 +517,8 @@ def join_parts_kernel(
             acc = tl.zeros((HEAD_DIM,), tl.float32)
             for at in range(first, last + 1, BLOCK_P):
                 programs = at + tl.arange(0, BLOCK_P)
-                begins, ends = _range_of_program(programs, total, num_programs)
-                present = (programs <= last) & (begins < ends)  # fewer tiles than programs leave some with none
+                begins, _ = _range_of_program(programs, total, num_programs)
+                present = programs <= last
                 parts = 2 * programs + (begins < unit_begin)
                 stat_ptrs = part_stat_ptr + parts * 2 * ROWS + row_idx
                 maxima = tl.load(stat_ptrs, mask=present, other=float("-inf"))

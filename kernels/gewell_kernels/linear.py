@@ -7,7 +7,6 @@ every time. More rows than `MAX_ROWS` are cuBLAS's.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -23,7 +22,7 @@ from gewell_kernels._checks import (
     check_shape,
     check_unit_stride,
 )
-from gewell_kernels._device import num_multiprocessors, shared_memory_bytes
+from gewell_kernels._device import arrival_counters, num_multiprocessors, shared_memory_bytes
 
 MAX_ROWS = 64
 
@@ -151,7 +150,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         weight,
         out,
         parts,
-        _arrivals(x.device, 1 << (num_tiles - 1).bit_length()),
+        arrival_counters(x.device, num_tiles),
         x.stride(0),
         rows,
         out_features,
@@ -164,9 +163,3 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         num_warps=tiles.num_warps,
     )
     return out
-
-
-@cache
-def _arrivals(device: torch.device, num_tiles: int) -> Tensor:
-    """Counters that every launch leaves at zero; one stream at a time may use them."""
-    return torch.zeros(num_tiles, dtype=torch.int32, device=device)

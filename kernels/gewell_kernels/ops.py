@@ -71,9 +71,11 @@ def linear(x: "Tensor", weight: "Tensor") -> "Tensor":
 
 
 def soft_cap(logits: "Tensor", cap: float) -> "Tensor":
-    """out = cap * tanh(logits / cap); logits [rows, vocab] float32 -> new. Plain torch on every device."""
-    from gewell_kernels.cpu.soft_cap import soft_cap as op
-
+    """out = cap * tanh(logits / cap) in float32; logits [rows, vocab] of any float dtype -> new."""
+    if logits.is_cuda:
+        from gewell_kernels.soft_cap import soft_cap as op
+    else:
+        from gewell_kernels.cpu.soft_cap import soft_cap as op
     return op(logits, cap)
 
 

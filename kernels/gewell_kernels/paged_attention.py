@@ -14,14 +14,14 @@ from gewell_kernels._checks import (
     check_shape,
     check_unit_stride,
 )
-from gewell_kernels._device import num_multiprocessors, shared_memory_bytes
+from gewell_kernels._device import arrival_counters, num_multiprocessors, shared_memory_bytes
 from gewell_kernels.attention_decode import (
     _decode_plain_kernel,
     _decode_shared_kernel,
     join_parts_kernel,
     plan_decode_kernel,
 )
-from gewell_kernels.attention_prefill import _prefill_plain_kernel, _prefill_shared_kernel
+from gewell_kernels.attention_prefill import _prefill_plain_kernel, _prefill_shared_kernel, rotate_keys_kernel
 from gewell_kernels.batch import AttentionBatch
 from gewell_kernels.layout import KVLayout, LayerKV
 from gewell_kernels.rotary import rotary_table
@@ -66,6 +66,9 @@ def prefill_tiles(layer: LayerKV, kv_bytes: int, device: torch.device) -> Prefil
     return PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
 
 
+_FUSED_UNITS = 64
+# Room for a chunk's rotated keys: half a million positions of the 31B. Beyond, keys are rotated where they are read.
+_ROTATED_BYTES = 512 << 20
 # Query block, reductions and layout changes need some shared memory beside the tiles.
 _SHARED_RESERVE = 12 * 1024
 _DECODE_CHOICES = {
@@ -156,6 +159,10 @@ def _decode(
     part_acc = torch.empty(2 * num_programs, rows, layer.head_dim, dtype=torch.float32, device=q.device)
     part_stat = torch.empty(2 * num_programs, 2, rows, dtype=torch.float32, device=q.device)
     window = batch.sliding_window or 0
+    units = num_seqs * layer.num_kv_heads // tiles.heads
+    # A window is never cut into many shares; a very long row among few is, and joins faster over many programs.
+    fused = window > 0 or units >= _FUSED_UNITS
+    arrivals = arrival_counters(q.device, units) if fused else None
     common = {
         "NUM_KV_HEADS": layer.num_kv_heads,
         "GROUP": group,
@@ -169,19 +176,23 @@ def _decode(
         "ALIGN": _alignment(layer, tiles),
         "ONE_PAGE": layer.page_tokens % tiles.keys == 0,
         "STAGES": tiles.num_stages,
+        "FUSED": fused,
+        "UNROLL": 4 if layer.head_dim <= 64 * tiles.num_warps else 2,
         "num_warps": tiles.num_warps,
     }
     places = (batch.page_table, batch.table_start, batch.kv_lens, batch.first_tiles)
     sizes = (pages.stride(0), batch.page_table.stride(0), layer.layer_offset, num_seqs)
     if layer.layout is KVLayout.PLAIN:
-        _decode_plain_kernel[(num_programs,)](q, pages, *places, out, part_acc, part_stat, *sizes, **common)
+        _decode_plain_kernel[(num_programs,)](q, pages, *places, out, arrivals, part_acc, part_stat, *sizes, **common)
     else:
         v_only = layer.layout is KVLayout.V_ONLY
         rotary = rotary_table(layer, q.device, batch.max_kv_len, pages.dtype) if v_only else None
         _decode_shared_kernel[(num_programs,)](
-            q, pages, *places, k_weight, rotary, out, part_acc, part_stat, *sizes,
+            q, pages, *places, k_weight, rotary, out, arrivals, part_acc, part_stat, *sizes,
             NUM_LIVE=layer.num_live_pairs, V_ONLY=v_only, **common,
         )  # fmt: skip
+    if fused:
+        return
     join_parts_kernel[(num_seqs, q.shape[1])](
         batch.first_tiles,
         part_acc,
@@ -235,12 +246,22 @@ def _prefill(
     if layer.layout is KVLayout.PLAIN:
         _prefill_plain_kernel[grid](q, k_new, v_new, pages, *places, out, *sizes, HAS_NEW=k_new is not None, **common)
     else:
-        v_only = layer.layout is KVLayout.V_ONLY
-        rotary = rotary_table(layer, q.device, batch.max_kv_len, pages.dtype) if v_only else None
+        keys, max_keys = "stored", 0
+        rotary = rotated = None
+        if layer.layout is KVLayout.V_ONLY:
+            rotary = rotary_table(layer, q.device, batch.max_kv_len, pages.dtype)
+            keys, max_keys = "rebuilt", batch.max_kv_len
+            num_rotated = (num_seqs - first_seq) * layer.num_kv_heads * max_keys * 2 * layer.num_live_pairs
+            if num_rotated * q.element_size() <= _ROTATED_BYTES:
+                keys, rotated = "rotated", torch.empty(num_rotated, dtype=q.dtype, device=q.device)
+                rotate_keys_kernel[(triton.cdiv(max_keys, 64), layer.num_kv_heads, num_seqs - first_seq)](
+                    pages, *places[:3], k_weight, rotary, rotated, *sizes[:4], max_keys,
+                    NUM_KV_HEADS=layer.num_kv_heads, HEAD_DIM=layer.head_dim, NUM_LIVE=layer.num_live_pairs,
+                    PAGE_TOKENS=layer.page_tokens, BLOCK_N=64, ONE_PAGE=layer.page_tokens % 64 == 0, num_warps=4,
+                )  # fmt: skip
         _prefill_shared_kernel[grid](
-            q, pages, *places, k_weight, rotary, out, *sizes,
-            NUM_LIVE=layer.num_live_pairs, V_ONLY=v_only,
-            **common,
+            q, pages, *places, k_weight, rotary, rotated, out, *sizes, max_keys,
+            NUM_LIVE=layer.num_live_pairs, KEYS=keys, **common,
         )  # fmt: skip
 
 

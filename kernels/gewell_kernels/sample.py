@@ -4,6 +4,10 @@ A cut is a threshold on logits, found by bisection over the integers that order 
 of chunks of 256 logits. If k chunks have a maximum >= t, then at least k logits are >= t, so the k-th largest chunk
 maximum is a lower bound of the k-th largest logit, and only chunks that reach it need to be looked at again: 64 of 1024
 for top-k 64. What they hold above the bound usually fits the registers of one program, and the bisection runs there.
+
+Where top-p alone cuts and those chunks do not hold its share, the draw goes first: the argmax over a superset of the
+kept ids is the draw if it is kept itself, and whether it is takes one sum over the row. Else everything at or below it
+is out, and the draw is repeated; the first is kept with probability top_p at least.
 """
 
 import torch
@@ -58,12 +62,15 @@ def _middle(low, high):
 
 @triton.jit
 def _kth_largest(keys, k, low, high):
-    """Largest t in [low, high] with count(keys >= t) >= k, which holds for low."""
+    """A t in [low, high] that parts the k largest from the rest: the k-th itself, or a smaller one with no key between.
+
+    count(keys >= low) >= k holds at the start; a t with exactly k keys at or above ends the search early.
+    """
     while low < high:
         middle = _middle(low, high)
-        enough = tl.sum((keys >= middle).to(tl.int32), axis=0) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
+        count = tl.sum((keys >= middle).to(tl.int32), axis=0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count == k, middle, tl.where(count > k, high, middle - 1))
     return low
 
 
@@ -170,7 +177,7 @@ def _sample_kernel(
     offs_c = tl.arange(0, BLOCK_C)
     is_chunk = offs_c < num_chunks
     maxima = tl.load(maxima_ptr + row * num_chunks + offs_c, mask=is_chunk, other=float("-inf"))
-    top = tl.max(maxima, axis=0)
+    top = tl.maximum(tl.max(maxima, axis=0), -3.4e38)  # finite also where all logits are NaN or -inf
     temperature = tl.load(temperature_ptr + row)
 
     if temperature == 0.0:
@@ -190,7 +197,8 @@ def _sample_kernel(
         lowest = tl.min(tl.where(is_chunk, maxima_keys, 0x7FFFFFFF), axis=0).to(tl.int64)
         highest = _ordered(top).to(tl.int64)
         num_needed = tl.where(cuts_k, top_k, NUCLEUS_CHUNKS)
-        bound = lowest * 0 - 0x80000000
+        nothing = lowest * 0 - 0x80000000
+        bound = nothing
         if (cuts_k | cuts_p) & (num_needed <= num_chunks):
             bound = _kth_largest(maxima_keys, num_needed, lowest, highest)
         listed = is_chunk & (maxima_keys >= bound)
@@ -199,6 +207,8 @@ def _sample_kernel(
         tl.debug_barrier()
 
         floor = bound
+        needed = 0.0
+        draws_first = False
         if cuts_k | cuts_p:
             num_candidates = 0
             for at in range(0, num_listed, TILE):
@@ -227,54 +237,66 @@ def _sample_kernel(
                 mass = tl.sum(weights, axis=0)
                 needed = mass * top_p
                 if not cuts_k:
-                    # The nucleus is a share of the whole row; where the candidates do not hold it, look at all chunks.
+                    # The share is one of the whole row.
                     tl.debug_barrier()
                     tl.store(chunk_list_ptr + offs_c, offs_c, mask=is_chunk)
                     tl.debug_barrier()
                     _, whole = _tally(
-                        row_ptr, chunk_list_ptr, num_chunks, vocab_size, lowest * 0 - 0x80000000, top, inverse_heat,
-                        CHUNK, TILE,
-                    )  # fmt: skip
+                        row_ptr, chunk_list_ptr, num_chunks, vocab_size, nothing, top, inverse_heat, CHUNK, TILE
+                    )
                     needed = whole * top_p
-                    num_listed = num_chunks
                     fits = fits & (mass >= needed)
                 if fits:
                     floor = _nucleus_floor(keys, weights, needed, floor, highest)
-                else:
-                    if cuts_k:
-                        _, mass = _tally(
-                            row_ptr, chunk_list_ptr, num_listed, vocab_size, floor, top, inverse_heat, CHUNK, TILE
-                        )
-                        needed = mass * top_p
-                    else:
-                        floor = lowest * 0 - 0x80000000
+                elif cuts_k:
+                    _, mass = _tally(
+                        row_ptr, chunk_list_ptr, num_listed, vocab_size, floor, top, inverse_heat, CHUNK, TILE
+                    )
                     floor = _search_chunks(
-                        row_ptr, chunk_list_ptr, num_listed, vocab_size, floor, highest, top, inverse_heat, 0, needed,
-                        False, CHUNK, TILE,
+                        row_ptr, chunk_list_ptr, num_listed, vocab_size, floor, highest, top, inverse_heat, 0,
+                        mass * top_p, False, CHUNK, TILE,
                     )  # fmt: skip
+                else:
+                    floor = nothing
+                    draws_first = True
         if min_p > 0.0:
             lowest_kept = top + temperature * tl.log(min_p)
             floor = tl.maximum(floor, _ordered(lowest_kept).to(tl.int64))
 
-        # The draw: chunks that reach the floor, in order of ids, so that equal sums go to the lowest.
-        listed = is_chunk & (maxima_keys >= floor)
-        num_listed = tl.sum(listed.to(tl.int32), axis=0)
-        tl.debug_barrier()
-        tl.store(chunk_list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, offs_c, mask=listed)
-        tl.debug_barrier()
         seed = tl.load(seeds_ptr + row)
         position = tl.load(positions_ptr + row)
-        best = float("-inf")
         best_id = 0
-        for at in range(0, num_listed, TILE):
-            x, ids = _tile_of_chunks(row_ptr, chunk_list_ptr, at, num_listed, vocab_size, CHUNK, TILE)
-            noise = _noise(seed, position, tl.min(ids, axis=1), TILE, CHUNK)
-            kept = (_ordered(x) >= floor) & (x > float("-inf"))
-            noisy = tl.reshape(tl.where(kept, x * inverse_heat + noise, float("-inf")), (TILE * CHUNK,))
-            tile_best = tl.max(noisy, axis=0)
-            tile_id = tl.min(tl.where(noisy == tile_best, tl.reshape(ids, (TILE * CHUNK,)), vocab_size), axis=0)
-            best_id = tl.where(tile_best > best, tile_id, best_id)
-            best = tl.maximum(best, tile_best)
+        is_open = True
+        while is_open:
+            # Chunks that reach the floor, in the order of ids, so that equal sums go to the lowest.
+            listed = is_chunk & (maxima_keys >= floor)
+            num_listed = tl.sum(listed.to(tl.int32), axis=0)
+            tl.debug_barrier()
+            tl.store(chunk_list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, offs_c, mask=listed)
+            tl.debug_barrier()
+            best = float("-inf")
+            best_logit = top
+            for at in range(0, num_listed, TILE):
+                x, ids = _tile_of_chunks(row_ptr, chunk_list_ptr, at, num_listed, vocab_size, CHUNK, TILE)
+                noise = _noise(seed, position, tl.min(ids, axis=1), TILE, CHUNK)
+                kept = (_ordered(x) >= floor) & (x > float("-inf"))
+                noisy = tl.where(kept, x * inverse_heat + noise, float("-inf"))
+                tile_best = tl.max(tl.max(noisy, axis=1), axis=0)
+                is_best = noisy == tile_best
+                tile_id = tl.min(tl.min(tl.where(is_best, ids, vocab_size), axis=1), axis=0)
+                tile_logit = tl.max(tl.max(tl.where(is_best & (ids == tile_id), x, float("-inf")), axis=1), axis=0)
+                best_id = tl.where(tile_best > best, tile_id, best_id)
+                best_logit = tl.where(tile_best > best, tile_logit, best_logit)
+                best = tl.maximum(best, tile_best)
+            is_open = False
+            if draws_first:
+                above = _ordered(best_logit).to(tl.int64) + 1
+                _, weight = _tally(
+                    row_ptr, chunk_list_ptr, num_listed, vocab_size, above, top, inverse_heat, CHUNK, TILE
+                )
+                if weight >= needed:
+                    floor = above
+                    is_open = True
         tl.store(out_ptr + row, best_id.to(tl.int64))
 
 
@@ -330,7 +352,7 @@ def sample(
         NUCLEUS_CHUNKS=_NUCLEUS_CHUNKS,
         CAPACITY=_CAPACITY,
         CHUNK=_CHUNK,
-        TILE=_CHUNKS_PER_TILE,
+        TILE=2 * _CHUNKS_PER_TILE,
         BLOCK_C=triton.next_power_of_2(num_chunks),
         num_warps=16,
     )

@@ -64,6 +64,35 @@ def test_decode_of_one_long_row_joins_the_shares_of_many_programs(layout, dtype,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_shares_are_joined_alike_by_the_last_program_and_by_a_second_kernel(layout, device, monkeypatch):
+    from gewell_kernels import paged_attention as module
+
+    world = make_world(
+        make_layer(layout), [1] * 3, [300, 0, 90], sliding_window=None, dtype=torch.float32, device=device
+    )
+    q = torch.randn(3, 4, 128, device=device)
+    k_weight = torch.rand(128, device=device)
+    arguments = (q, None, None, k_weight, world.pages, world.layer, world.batch)
+    apart = module.paged_attention(*arguments)
+    monkeypatch.setattr(module, "_FUSED_UNITS", 1)
+    for _ in range(2):  # the arrival counters are back at zero
+        assert_close(module.paged_attention(*arguments), apart.double(), torch.float32)
+
+
+def test_keys_rotated_before_or_while_reading_are_the_same(device, monkeypatch):
+    from gewell_kernels import paged_attention as module
+
+    world = make_world(
+        make_layer(KVLayout.V_ONLY), [30, 5], [90, 40], sliding_window=None, dtype=torch.float32, device=device
+    )
+    before, expected = attend(world, 4, torch.float32)
+    assert_close(before, expected, torch.float32)
+    monkeypatch.setattr(module, "_ROTATED_BYTES", 0)
+    while_reading, expected = attend(world, 4, torch.float32)
+    assert_close(while_reading, expected, torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 24])
 def test_prefill_of_ragged_chunks_over_old_pages(layout, window, dtype, device):
     # A chunk from nothing, one onto a long past, a single token and an empty sequence; decode rows stand before them.

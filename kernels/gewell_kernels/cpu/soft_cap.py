@@ -5,4 +5,4 @@ from torch import Tensor
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
     """As `ops.soft_cap`."""
-    return logits.div(cap).tanh_().mul_(cap)
+    return logits.float().div(cap).tanh_().mul_(cap)
