@@ -143,8 +143,8 @@ class GpuBench:
             outcome = self.submit(requests)
             for c in active:
                 reused += outcome.ends[f"c{c}"].cache.cached_tokens
-                known[c] = len(histories[c])
                 histories[c] += outcome.tokens[f"c{c}"]
+                known[c] = len(histories[c])
             output += sum(len(ids) for ids in outcome.tokens.values())
         seconds = time.perf_counter() - start
         after = self.engine.stats()
