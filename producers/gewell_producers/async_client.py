@@ -76,6 +76,7 @@ class Hub:
         self._queues: dict[bytes, set[MessageQueue]] = {}
         self._confirmed: dict[bytes, asyncio.Event] = {}
         self._lock = asyncio.Lock()  # one writer at a time on the connection
+        self._heard: set[bytes] = set()  # channels with a message since the last tick
         self._pubsub: Any = None
         self._task: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -96,7 +97,7 @@ class Hub:
             await self._send("subscribe", channel)
         while not self._confirmed[channel].is_set():
             self.check()
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError):  # a look at `check` now and then
                 await asyncio.wait_for(self._confirmed[channel].wait(), SILENCE_S)
         return queue
 
@@ -126,6 +127,7 @@ class Hub:
                     await getattr(self._pubsub, command)(channel)
 
     async def _listen(self) -> None:
+        ticking = asyncio.create_task(self._tick())
         try:
             while True:
                 pubsub = self._link.pubsub()
@@ -147,18 +149,24 @@ class Hub:
             self._failure = error
             for channel in self._queues:
                 self._put(channel, None)
+        finally:
+            ticking.cancel()
+
+    async def _tick(self) -> None:
+        """Wake the followers that heard nothing for a while. One timer for all: one a message would cost too much."""
+        while True:
+            self._heard.clear()
+            await asyncio.sleep(SILENCE_S)
+            for channel in self._queues.keys() - self._heard:
+                self._put(channel, None)
 
     async def _receive(self, pubsub: Any) -> None:
         while True:
-            message = await pubsub.get_message(
-                timeout=SILENCE_S
-            )  # without one, the socket's timeout would cut the link
-            if message is None:
-                continue
-            channel, kind = message["channel"], message["type"]
-            if kind == "message":
-                self._put(channel, message["data"])
-            elif kind == "subscribe":
+            # Past `get_message`: its timer and its dict cost more than everything that is done with a message.
+            kind, channel, data = await pubsub.connection.read_response(disconnect_on_error=False)
+            if kind == b"message":
+                self._put(channel, data)
+            elif kind == b"subscribe":
                 self._backoff.ok()
                 confirmed = self._confirmed.get(channel)
                 if confirmed is not None and not confirmed.is_set():
@@ -166,6 +174,7 @@ class Hub:
                     self._put(channel, None)  # what came while there was no link is in the range
 
     def _put(self, channel: bytes, data: bytes | None) -> None:
+        self._heard.add(channel)
         for queue in self._queues.get(channel, ()):
             if not queue.full():  # a slow follower finds the gap
                 queue.put_nowait(data)
@@ -186,9 +195,11 @@ class AsyncClient:
         self._redis: Any = redis.asyncio.Redis(connection_pool=pool)
         # Blocking reads and the subscription have connections of their own: they would starve the pool.
         self._own_link: Any = redis.asyncio.Redis.from_url(self.url, **connection_options(Retry))
+        listening = connection_options(Retry) | {"socket_timeout": None}  # silence is no fault there
+        self._hub_link: Any = redis.asyncio.Redis.from_url(self.url, **listening)
         self._backoff = Backoff(self.url, self.patience)
         home = self.keys.ev(f"hub-{secrets.token_hex(8)}")
-        self._hub = Hub(self._own_link, home, Backoff(self.url, self.patience))
+        self._hub = Hub(self._hub_link, home, Backoff(self.url, self.patience))
         self._room: dict[Lane, tuple[float, int]] = {}
 
     async def close(self) -> None:
@@ -196,6 +207,7 @@ class AsyncClient:
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect()
         await self._own_link.aclose()
+        await self._hub_link.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -477,18 +489,18 @@ class AsyncStream(AsyncIterator[Chunk]):
                     for delivery in new:
                         yield delivery
                 if reader.end is None:
+                    message = await self._next_message(queue)
                     self._check_deadline()
                     client._hub.check()
-                    message = await self._next_message(queue)
         finally:
             await client._hub.unsubscribe(channel, queue)
 
-    async def _next_message(self, queue: "asyncio.Queue[bytes | None]") -> bytes | None:
+    async def _next_message(self, queue: MessageQueue) -> bytes | None:
         """The next message; None after silence, or after the link was lost."""
-        if not queue.empty():
-            return queue.get_nowait()
+        if self._deadline is None:
+            return await queue.get()
         try:
-            return await asyncio.wait_for(queue.get(), SILENCE_S)
+            return await asyncio.wait_for(queue.get(), max(self._deadline - time.monotonic(), 0))
         except TimeoutError:
             return None
 

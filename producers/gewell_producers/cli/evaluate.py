@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -132,7 +133,7 @@ def kl(
 
 
 def _divergence_table(reference: str, other: str, found: dict[str, Divergence]) -> Table:
-    table = Table(title=f"{reference.strip()} -> {other.strip()}, KL in nats")
+    table = Table(title=f"{reference.strip()} -> {other.strip()}, KL in nats", box=box.SIMPLE)
     for name in ("", "positions", "mean", "99 %", "most", "same choice, %"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for group, d in found.items():
@@ -176,13 +177,13 @@ def _evaluate(
 
 
 def _table(report: Report) -> Table:
-    table = Table(title=report.model)
-    for name in ("", "asked", "right, %", "95 % within", "prompt", "cut off", "errors"):
+    table = Table(title=report.model, box=box.SIMPLE)
+    for name in ("", "asked", "values", "right, %", "95 % within", "prompt", "cut", "failed"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for group in report.groups:
         interval = f"{100 * group.low:.1f} - {100 * group.high:.1f}"
-        numbers = (str(group.num_questions), f"{100 * group.score:.1f}", interval, f"{group.prompt_tokens:.0f}")
-        table.add_row(group.name, *numbers, str(group.num_cut_off), str(group.num_errors))
+        numbers = (str(group.num_values), f"{100 * group.score:.1f}", interval, f"{group.prompt_tokens:.0f}")
+        table.add_row(group.name, str(group.num_questions), *numbers, str(group.num_cut_off), str(group.num_errors))
     return table
 
 

@@ -34,7 +34,6 @@ from gewell_producers.gateway.streaming import (
     event,
     merge,
     unless_disconnected,
-    with_keep_alive,
 )
 from gewell_producers.settings import default_namespace, default_url
 
@@ -104,8 +103,13 @@ class Gateway:
             place.enter_context(self.metrics.in_flight.track_inprogress())
             if call.is_stream:
                 events, first = await self._open_stream(request, call, model, is_chat=is_chat)
-                # The stream holds the place until its end.
-                return EventStream(first, events, lambda: self._left(call), place.pop_all().close)
+                return EventStream(
+                    first,
+                    events,
+                    keep_alive_s=self._settings.keep_alive_s,
+                    on_disconnect=lambda: self._left(call),
+                    on_close=place.pop_all().close,  # the stream holds the place until its end
+                )
             records = await self._finish(request, call)
         shape = shapes.chat_completion if is_chat else shapes.text_completion
         return _json(shape(call, records))
@@ -148,22 +152,32 @@ class Gateway:
 
     async def _open_stream(
         self, request: Request, call: Call, model: str, *, is_chat: bool
-    ) -> tuple[AsyncGenerator[bytes], bytes]:
-        """Waits for a first event, so that a refusal still gets its status; from then on errors are events."""
+    ) -> tuple[AsyncGenerator[bytes], "asyncio.Future[bytes]"]:
+        """Waits a while for a first event, so that a refusal gets its status; from then on errors are events."""
         await self._submit(call)
         after = request.headers.get("last-event-id") if len(call.jobs) == 1 else None
         shapers = [ChunkShaper(call=call, index=i, is_chat=is_chat, model=model) for i in range(len(call.jobs))]
-        events = with_keep_alive(self._events(call, shapers, _entry(after)), self._settings.keep_alive_s)
+        begins = asyncio.Event()  # set: the status line is decided
+        events = self._events(call, shapers, _entry(after), begins)
+        first = asyncio.ensure_future(anext(events))
         try:
-            return events, await unless_disconnected(request, anext(events))
+            await unless_disconnected(request, asyncio.wait({first}, timeout=self._settings.keep_alive_s))
+            begins.set()
+            if first.done():
+                first.result()  # raises what there is to refuse
         except BaseException as error:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
             await events.aclose()
             if isinstance(error, Disconnected):
                 await self._left(call)
             raise
+        return events, first
 
-    async def _events(self, call: Call, shapers: Sequence[ChunkShaper], after: EntryId | None) -> AsyncGenerator[bytes]:
-        """All choices' events as they come. Raises before the first one; later an error is an event, and the last."""
+    async def _events(
+        self, call: Call, shapers: Sequence[ChunkShaper], after: EntryId | None, begins: asyncio.Event
+    ) -> AsyncGenerator[bytes]:
+        """All choices' events as they come. Raises before `begins` is set; later an error is an event, and the last."""
         has_begun = False
         records: list[FinalRecord] = []
         follows = [self._follow(i, job.id, after) for i, job in enumerate(call.jobs)]
@@ -186,7 +200,7 @@ class Gateway:
                     yield event(data, str(entry_id) if len(call.jobs) == 1 and entry_id is not None else None)
                 has_begun = True
         except (Problem, QueueError) as error:
-            if not has_begun:
+            if not has_begun and not begins.is_set():
                 raise
             problem = error if isinstance(error, Problem) else problems.of_queue(error)
             yield event(orjson.dumps(problem.body))

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -50,31 +51,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def with_keep_alive(events: AsyncIterator[bytes], period_s: float = KEEP_ALIVE_S) -> AsyncGenerator[bytes]:
-    """The events, and a comment line whenever there was none for a while: clients and proxies give up on silence."""
-    following: asyncio.Future[bytes] | None = None
-    try:
-        while True:
-            if following is None:
-                following = asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({following}, timeout=period_s)
-            if not done:
-                yield KEEP_ALIVE
-                continue
-            try:
-                data = following.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                following = None
-            yield data
-    finally:
-        if following is not None:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                await following
-
-
 async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Items of all sources as they come. The first error of one ends all."""
     queue: asyncio.Queue[tuple[T] | None] = asyncio.Queue(MERGE_QUEUE)
@@ -112,32 +88,38 @@ async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
 class EventStream:
     """An ASGI response. Ends early when the caller leaves; `on_disconnect` is then awaited.
 
-    first      an event that is there already
-    events     the rest; closed in every case, and then `on_close` is called
+    first         the first event, or the task that waits for it
+    events        the rest; closed in every case, and then `on_close` is called
+    keep_alive_s  after so long without an event a comment is sent: clients and proxies give up on silence
     """
 
     def __init__(
         self,
-        first: bytes,
+        first: "asyncio.Future[bytes]",
         events: AsyncGenerator[bytes],
+        *,
+        keep_alive_s: float,
         on_disconnect: Callable[[], Awaitable[None]],
         on_close: Callable[[], None],
     ) -> None:
         self._first = first
         self._events = events
+        self._keep_alive_s = keep_alive_s
         self._on_disconnect = on_disconnect
         self._on_close = on_close
+        self._sent_at_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.create_task(self._write(send))
         watching = asyncio.create_task(_disconnected(receive))
+        ticking = asyncio.create_task(self._keep_alive(send))
         try:
             await asyncio.wait({writing, watching}, return_when=asyncio.FIRST_COMPLETED)
             has_left = not writing.done()
         finally:
-            for task in (writing, watching):
+            for task in (writing, watching, ticking, self._first):
                 task.cancel()
-            await asyncio.gather(writing, watching, return_exceptions=True)
+            await asyncio.gather(writing, watching, ticking, self._first, return_exceptions=True)
             await self._events.aclose()
             self._on_close()
         if has_left:
@@ -147,8 +129,25 @@ class EventStream:
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        if self._first:
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        try:
+            await self._send(send, await self._first)
+        except StopAsyncIteration:
+            pass
+        else:
+            async for data in self._events:
+                await self._send(send, data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._sent_at_s = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """One timer a period, not one an event."""
+        wait_s = 0.0 if not self._first.done() else self._keep_alive_s
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = self._sent_at_s + self._keep_alive_s - time.monotonic()
+            if wait_s <= 0:
+                wait_s = self._keep_alive_s
+                await self._send(send, KEEP_ALIVE)
