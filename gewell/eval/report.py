@@ -9,7 +9,7 @@ from typing import Any
 
 from gewell.errors import ConfigError
 from gewell.eval.questions import Question
-from gewell.eval.scorers import score
+from gewell.eval.scorers import num_parts, score
 
 NUM_KEPT_WRONG = 5  # wrong answers of each group that the JSON shows
 
@@ -31,10 +31,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScore:
-    """`score` is the mean of the answers' points; [low, high] holds it with 95 % confidence (Wilson's interval)."""
+    """`score` is the mean of the answers' points; [low, high] holds it with 95 % confidence (Wilson's interval).
+
+    num_values   what the interval counts as trials: an answer's lines where lines are scored one by one, else answers
+    """
 
     name: str
     num_questions: int
+    num_values: int
     score: float
     low: float
     high: float
@@ -96,7 +100,8 @@ def make_report(model: str, answered: Iterable[tuple[Question, Answer]], about: 
 def _group(name: str, rows: list[tuple[Question, Answer, float]]) -> GroupScore:
     num = len(rows)
     mean = sum(points for _, _, points in rows) / num
-    low, high = wilson_interval(mean, num)
+    num_values = sum(num_parts(question.scorer, question.expected) for question, _, _ in rows)
+    low, high = wilson_interval(mean, num_values)
     wrong = [
         {"expected": question.expected, "answer": answer.text, "error": answer.error or ""}
         for question, answer, points in rows
@@ -105,6 +110,7 @@ def _group(name: str, rows: list[tuple[Question, Answer, float]]) -> GroupScore:
     return GroupScore(
         name=name,
         num_questions=num,
+        num_values=num_values,
         score=mean,
         low=low,
         high=high,

@@ -20,6 +20,11 @@ def score(scorer: Scorer, expected: str, answer: str) -> float:
     return _SCORERS[scorer](expected.strip(), answer.strip())
 
 
+def num_parts(scorer: Scorer, expected: str) -> int:
+    """How many parts of an answer are right or wrong by themselves."""
+    return max(1, len(expected.strip().splitlines())) if scorer is Scorer.LINES else 1
+
+
 def _exact(expected: str, answer: str) -> float:
     return float(expected == answer)
 

@@ -26,8 +26,9 @@ ANSWERED = [
 def test_scores_are_means_by_group_and_a_failed_job_earns_nothing() -> None:
     report = make_report("m", ANSWERED, {"seed": 1})
     a, b = report.groups
-    assert (a.name, a.num_questions, a.score, a.num_errors, a.num_cut_off) == ("a", 4, 0.5, 1, 1)
-    assert (b.name, b.score) == ("b", 0.5)
+    assert (a.name, a.num_questions, a.num_values, a.score) == ("a", 4, 4, 0.5)
+    assert (a.num_errors, a.num_cut_off) == (1, 1)
+    assert (b.name, b.score, b.num_questions, b.num_values) == ("b", 0.5, 1, 2)
     assert a.prompt_tokens == 7.5
     assert report.mean == 0.5
     assert [wrong["answer"] for wrong in a.wrong] == ["3", "4"]
