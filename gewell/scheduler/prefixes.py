@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from gewell.cache.prefix_cache import PrefixCache
+from gewell.cache.prefix_tree import ImageRun
 from gewell.cache.sequence_pages import ResumePoint
 from gewell.cache.tiers import Transfer
 from gewell.request import CacheAnswer
@@ -114,7 +115,8 @@ class CachedPrefixes:
         return self.cache.num_evictable_pages
 
     def add_waiting(self, req: RequestState) -> None:
-        self.cache.add_waiting(req.request)
+        images = [ImageRun(image.start, image.end, bytes.fromhex(image.digest)) for image in req.request.images]
+        self.cache.add_waiting(req.request, images)
 
     def warm_tokens(self, req: RequestState) -> int:
         return self.cache.peek(req.request_id)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from gewell.scheduler.fairness import LANE_WEIGHTS, DeficitRoundRobin, LaneClocks
 from gewell.scheduler.request import RequestState
 
-DEFAULT_QUANTUM = 4096.0  # tokens: about one ordinary request, so that turns alternate
+DEFAULT_QUANTUM = 64.0  # tokens: less than an ordinary request, so that turns alternate whatever their sizes
 
 
 class _TenantQueue:

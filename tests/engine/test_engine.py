@@ -376,6 +376,45 @@ def test_preempted_requests_give_the_same_output() -> None:
         assert outcome.tokens[req.request_id] == script(req, 100)
 
 
+def test_lanes_share_the_engine_8_to_4_to_1_under_saturation() -> None:
+    engine = build_scripted_engine(max_num_seqs=2, num_pages=400)
+    for i in range(120):
+        for lane in ("low", "normal", "high"):
+            engine.add(request(f"{lane}.{i}", f"{lane:6} {i:4}", lane=lane, max_tokens=3))
+    started: list[str] = []
+    engine.on_started = started.extend
+    while len(started) < 130:
+        engine.step()
+    lanes = [name.split(".")[0] for name in started[:130]]
+    assert {lane: lanes.count(lane) for lane in set(lanes)} == {"high": 80, "normal": 40, "low": 10}
+
+
+def test_a_low_job_gets_through_a_high_lane_that_never_empties() -> None:
+    engine = build_scripted_engine(max_num_seqs=1, num_pages=400)
+    engine.add(request("patient", lane="low", max_tokens=2))
+    outcome = Outcome()
+    for i in range(100):
+        engine.add(request(f"high.{i}", lane="high", max_tokens=2))
+        outcome.take(engine.step())
+        if "patient" in outcome.ends:
+            return
+    raise AssertionError("the low lane starves")
+
+
+def test_one_tenants_flood_does_not_delay_anothers_job() -> None:
+    engine = build_scripted_engine(max_num_seqs=1, num_pages=400)
+    for i in range(200):
+        engine.add(request(f"flood.{i}", tenant="flood", max_tokens=2))
+    for _ in range(20):
+        engine.step()
+    engine.add(request("lone", tenant="lone", max_tokens=2))
+    started: list[str] = []
+    engine.on_started = started.extend
+    while "lone" not in started:
+        engine.step()
+    assert len(started) <= 12  # a tenant's turn is 64 tokens, some ten of these jobs; 180 are waiting
+
+
 def test_an_engine_without_work_steps_to_nothing() -> None:
     engine = build_scripted_engine()
     assert not engine.has_work()
