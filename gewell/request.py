@@ -41,6 +41,22 @@ class CacheAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestImage:
+    """An image of a prompt, ready for the vision tower; tokens [start, end) of the prompt stand for it.
+
+    digest    hexadecimal; of its content and of how it was cut: equal digests have equal features
+    patches   uint8 [height * width of the grid, bytes of a patch], row by row
+    grid      patches per column and per row
+    """
+
+    start: int
+    end: int
+    digest: str
+    patches: bytes
+    grid: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A job made ready for the engine: tokens instead of text. Ingest checks values; the engine checks that it fits."""
 
@@ -59,6 +75,7 @@ class EngineRequest:
     enqueued_at_ms: int = 0  # producer's clock order: the stream id's time part
     deadline_ms: int | None = None  # absolute, epoch milliseconds
     eos_token_ids: tuple[int, ...] = ()  # the model's end ids
+    images: tuple[RequestImage, ...] = ()  # in order of their tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

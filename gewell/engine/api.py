@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from gewell.config import VisionConfig
 from gewell.request import CacheAnswer, CacheHints, EngineRequest, HintAnswer, TokenLogprobs
 
 __all__ = [
@@ -98,6 +99,8 @@ class EngineInfo:
     max_prompt_tokens: int  # what the pool can ever hold for one sequence
     max_num_seqs: int
     eos_token_ids: tuple[int, ...]
+    vision: VisionConfig | None = None  # how images are to be cut; None: text alone
+    image_token_id: int | None = None  # stands in a prompt, as often as an image has soft tokens
 
 
 class Engine(Protocol):

@@ -14,13 +14,15 @@ from gewell.cache.prefix_cache import PrefixCache
 from gewell.config import ModelConfig
 from gewell.engine.api import EngineInfo
 from gewell.engine.engine import PagedEngine
+from gewell.engine.images import ImageFeatures
 from gewell.engine.kv_store import KVStore
 from gewell.engine.runner import ModelRunner
 from gewell.errors import ConfigError
 from gewell.model.gemma import GemmaModel
+from gewell.model.vision import VisionTower
 from gewell.scheduler.batch import Scheduler, SchedulerConfig, max_tokens_alone
 from gewell.scheduler.prefixes import CachedPrefixes, NoPrefixes, Prefixes
-from gewell.weights.checkpoint import Progress, load_model
+from gewell.weights.checkpoint import Progress, load_model, load_vision
 
 _CPU_SHARE = 0.3  # of the memory that is available: other processes live there too
 _CUDA_SLACK = 2 << 30  # bytes beside weights, pages and activations: compiled kernels, workspaces, fragments
@@ -65,12 +67,15 @@ def build_engine(
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = options.dtype or torch.bfloat16
     model = load_model(model_dir, dtype=dtype, device=device, full_layout=options.full_layout, progress=progress)
+    tower = load_vision(model_dir, dtype=dtype, device=device)
     fingerprint = model_fingerprint(model_dir, dtype, options.full_layout)
-    return assemble(model, options, name=model_dir.name, fingerprint=fingerprint)
+    return assemble(model, options, name=model_dir.name, fingerprint=fingerprint, tower=tower)
 
 
-def assemble(model: GemmaModel, options: EngineOptions, *, name: str, fingerprint: str) -> PagedEngine:
-    """An engine around a model that is in memory already."""
+def assemble(
+    model: GemmaModel, options: EngineOptions, *, name: str, fingerprint: str, tower: VisionTower | None = None
+) -> PagedEngine:
+    """An engine around a model that is in memory already. tower: None for text alone."""
     device = next(model.weight_slots())[1].target.device
     geometry, dtype = model.kv_plan.geometry, _KV_TYPES[model.kv_plan.dtype_bytes]
     config = _scheduler_config(options, device)
@@ -93,6 +98,9 @@ def assemble(model: GemmaModel, options: EngineOptions, *, name: str, fingerprin
     prefixes: Prefixes = NoPrefixes()
     if options.has_prefix_cache:
         prefixes = CachedPrefixes(PrefixCache(pool, geometry, num_host_pages=num_host_pages))
+    images = None
+    if tower is not None:
+        images = ImageFeatures(tower, is_bidirectional=model.config.has_bidirectional_images)
     return PagedEngine(
         info=EngineInfo(
             model=name,
@@ -102,10 +110,17 @@ def assemble(model: GemmaModel, options: EngineOptions, *, name: str, fingerprin
             max_prompt_tokens=longest - 1,
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=model.config.tokens.eos,
+            vision=None if tower is None else tower.config,
+            image_token_id=None if tower is None else model.config.tokens.image,
         ),
         scheduler=Scheduler(config, pool, geometry, prefixes),
         runner=ModelRunner(
-            model, store, config.max_num_seqs, depth=1 if device.type == "cuda" else 0, max_context=longest
+            model,
+            store,
+            config.max_num_seqs,
+            depth=1 if device.type == "cuda" else 0,
+            max_context=longest,
+            images=images,
         ),
         is_recording_freed=options.poison_freed_pages,
     )

@@ -161,6 +161,8 @@ class PagedEngine:
                 f"the prompt has {num_prompt} tokens; this engine takes at most {limit} "
                 f"(context {self._info.max_context}, {self._scheduler.pool.num_pages} KV pages)"
             )
+        if request.images and self._info.vision is None:
+            return ErrorCode.IMAGE_UNSUPPORTED, "this engine reads text alone"
         if request.lane not in LANE_WEIGHTS:
             return ErrorCode.INVALID_REQUEST, f"lane: {request.lane!r} is not one of {', '.join(LANE_WEIGHTS)}"
         return None
@@ -181,6 +183,7 @@ class PagedEngine:
             max_output_tokens=min(sampling.max_tokens, self._info.max_context - len(request.prompt_ids)),
             num_output_tokens=len(request.emitted_ids),
             stop_ids=stop_ids,
+            image_runs=tuple((image.start, image.end) for image in request.images),
         )
 
     # ----------------------------------------------------------------------------------------------------- stepping

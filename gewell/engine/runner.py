@@ -18,6 +18,7 @@ from torch import Tensor
 from gewell.cache.geometry import KindGeometry
 from gewell.config import LayerKind
 from gewell.engine.graphs import DecodeGraphs
+from gewell.engine.images import ImageFeatures
 from gewell.engine.kv_store import KVStore
 from gewell.engine.sampler import Drawn, Sampler
 from gewell.engine.step_arrays import Packer, PageTables, StepArrays, to_device
@@ -62,13 +63,23 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: GemmaModel, store: KVStore, max_num_seqs: int, *, depth: int = 0, max_context: int | None = None
+        self,
+        model: GemmaModel,
+        store: KVStore,
+        max_num_seqs: int,
+        *,
+        depth: int = 0,
+        max_context: int | None = None,
+        images: ImageFeatures | None = None,
     ) -> None:
-        """max_context   longest sequence, in tokens; when given and the device is CUDA, decode steps become graphs"""
+        """max_context   longest sequence, in tokens; when given and the device is CUDA, decode steps become graphs
+        images        None: no request may have any
+        """
         self.model = model
         self.store = store
         self._device = store.pages.device
         self._depth = depth
+        self._images = images
         self._geometry = geometry = model.kv_plan.geometry
         self._full = PageTables(max_num_seqs) if geometry.full is not None else None
         self._sliding = PageTables(max_num_seqs) if geometry.sliding is not None else None
@@ -98,7 +109,7 @@ class ModelRunner:
         if self.graphs is not None and not plan.chunks:
             drawing, logits = self.graphs.run(step, self._full, self._sliding)
         else:
-            hidden = self.model.forward(self._batch(step), self.store.pages)
+            hidden = self.model.forward(self._with_images(self._batch(step), plan, step), self.store.pages)
             if not len(step.drawing_rows):
                 self._launched.append(_Launched(None))
                 return
@@ -147,6 +158,15 @@ class ModelRunner:
         if step.num_decodes:
             input_ids = torch.cat([self._last_tokens[parts["decode_rows"]], input_ids])
         return self._forward_batch(parts, input_ids, step.num_decodes, step.max_q_len, step.max_kv_len)
+
+    def _with_images(self, batch: ForwardBatch, plan: StepPlan, step: StepArrays) -> ForwardBatch:
+        seen = None if self._images is None else self._images.of_step(plan, step.positions)
+        if seen is None:
+            return batch
+        sliding = batch.sliding
+        if sliding is not None:
+            sliding = replace(sliding, visible_end=seen.visible_end)
+        return replace(batch, sliding=sliding, image_rows=seen.rows, image_embeds=seen.embeds)
 
     def _decode_forward(self, parts: dict[str, Tensor], num_rows: int, max_kv_len: int) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of a step of decode rows alone; recorded into a graph."""

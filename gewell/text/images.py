@@ -11,12 +11,13 @@ import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from gewell.config import VisionConfig
 from gewell.errors import ConfigError, InvalidRequest
 from gewell.protocol import ErrorCode
 
@@ -41,11 +42,21 @@ class PatchSettings:
     max_soft_tokens: int = 280
     patch_size: int = 16
     pooling_size: int = 3  # patches per side of one soft token
+    max_patches_per_side: int = 10240  # positions that the tower knows
 
     def __post_init__(self) -> None:
         if self.max_soft_tokens not in SOFT_TOKEN_BUDGETS:
             limit = f"must be one of {', '.join(map(str, SOFT_TOKEN_BUDGETS))}"
             raise ConfigError("max_soft_tokens", self.max_soft_tokens, limit)
+
+    @classmethod
+    def of_model(cls, vision: VisionConfig, max_soft_tokens: int | None = None) -> Self:
+        return cls(
+            max_soft_tokens=max_soft_tokens or vision.default_soft_tokens,
+            patch_size=vision.patch_size,
+            pooling_size=vision.pooling_size,
+            max_patches_per_side=vision.position_table_size,
+        )
 
 
 class Size(NamedTuple):
@@ -121,6 +132,8 @@ def cut(picture: Image.Image, settings: PatchSettings, digest: str, field: str) 
     size = target_size(picture.height, picture.width, settings)
     if size is None:
         raise _bad(field, f"{picture.width} x {picture.height} pixels leave no patch")
+    if max(size) > settings.max_patches_per_side * settings.patch_size:
+        raise _bad(field, f"{picture.width} x {picture.height} pixels are too long and thin for this model")
     if size != (picture.height, picture.width):
         picture = picture.resize((size.width, size.height), Image.Resampling.BICUBIC)
     patch = settings.patch_size
