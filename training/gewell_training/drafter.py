@@ -1,26 +1,23 @@
 """Trains nano's drafter on the states, keys and values of the trained nano, which does not change.
 
-    PYTHONPATH=.:training python -m gewell_training.drafter RUN --seconds 85
-
-RUN is the folder of the text model's run; the drafter is written beside it as drafter-0.safetensors.
+PYTHONPATH=.:training python -m gewell_training.drafter OUT --seconds 95
 """
 
 import argparse
-import itertools
 import json
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gewell.config import LayerConfig, LayerKind, ModelConfig
 from gewell_training import nano
 from gewell_training.loading import Batch, TrainingBatches
 from gewell_training.optim import Optimizer
-from gewell_training.train import TOKENIZER, lr_factor, read_state
+from gewell_training.train import TOKENIZER, lr_factor
 from gewell_training.twin import MLP, Attend, Linear, Masks, RMSNorm, Rope, Twin, attend_dense, dense_masks
 
 NUM_STEPS = 3  # drafts in a round
@@ -127,15 +124,15 @@ def acceptance(right: Tensor, usable: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--seconds", type=float, default=85, help="wall clock, start and end included")
-    parser.add_argument("--batch-rows", type=int, default=8)
+    parser.add_argument("out", type=Path, help="folder for the drafter's checkpoint and its log")
+    parser.add_argument("--model", type=Path, default=TOKENIZER.parent, help="the trained model's folder")
+    parser.add_argument("--seconds", type=float, default=95, help="wall clock, start and end included")
+    parser.add_argument("--batch-rows", type=int, default=4)
     parser.add_argument("--row-tokens", type=int, default=nano.ROW_TOKENS)
     parser.add_argument("--num-workers", type=int, default=11)
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest record text")
-    parser.add_argument("--which", choices=("best", "last"), default="last")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=N", help="as given to the text model's run")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=N", help="as given to the model's run")
     a = parser.parse_args()
     started = time.perf_counter()
     changes = {name: int(value) for name, value in (item.split("=") for item in a.set)}
@@ -165,17 +162,16 @@ def _train(
     is_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if is_gpu else torch.float32
     target = Twin(nano.model_config(**changes)).to(device).requires_grad_(False)
-    target.load_state_dict(read_state(a.run, a.which))
+    stored = load_file(str(a.model / "model.safetensors"))
+    target.load_state_dict({name.removeprefix(nano.PREFIX): tensor for name, tensor in stored.items()})
     drafter = DrafterTwin(nano.drafter_config(**changes)).to(device)
     optimizer = Optimizer(drafter)
     attend: Attend = attend_dense
     if is_gpu:
-        from gewell_training.flex import FlexMasks, attend_flex
+        from gewell_training.flex import FlexMasks, compiled_attend_flex
 
-        attend = attend_flex
-        flex_masks = FlexMasks(a.batch_rows, a.row_tokens, target.config.sliding_window, device)
-        for layer in itertools.chain(target.layers, drafter.layers):
-            layer.compile(dynamic=False)
+        attend = compiled_attend_flex()
+        flex_masks = FlexMasks(a.batch_rows, a.row_tokens, target.config.sliding_window, device, compile=False)
     log: list[dict[str, float]] = []
     clock, trained = None, 0.0
     planned = float("inf")
@@ -198,13 +194,19 @@ def _train(
         clock = now
         if step % 20 == 0:
             rights.append(acceptance(right, usable))
-            log.append({"step": step, "loss": round(float(loss), 4), "acceptance": round(rights[-1], 4)})
+            log.append(
+                {
+                    "step": step,
+                    "seconds": round(trained, 1),
+                    "loss": round(float(loss), 4),
+                    "acceptance": round(rights[-1], 4),
+                }
+            )
             print(log[-1], flush=True)
         if trained >= planned:
             break
-    state = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in drafter.state_dict().items()}
-    save_file(state, str(a.run / "drafter-0.safetensors"))
-    (a.run / "drafter.json").write_text(json.dumps(log) + "\n")
+    nano.export_drafter(drafter.state_dict(), a.out)
+    (a.out / "log.json").write_text(json.dumps(log) + "\n")
     print(f"acceptance of {NUM_STEPS} drafts, last batches: {sum(rights[-5:]) / max(1, len(rights[-5:])):.3f}")
 
 

@@ -13,6 +13,7 @@ from gewell.config import ModelConfig
 from gewell_training.tokenizer import FIXED_IDS, VOCAB_SIZE
 
 ROW_TOKENS = 8192
+PREFIX = "model.language_model."  # of the text model's tensors in the checkpoint
 
 
 def config_dict(**changes: int) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def model_config(**changes: int) -> ModelConfig:
 
 def export(state: Mapping[str, Tensor], out: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: int) -> None:
     """Write config, generation config and weights of a twin's state dict as a checkpoint folder."""
-    named = {f"model.language_model.{name}": tensor for name, tensor in state.items()}
+    named = {f"{PREFIX}{name}": tensor for name, tensor in state.items()}
     _write_folder(named, config_dict(**changes), out, dtype)
 
 
