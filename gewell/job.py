@@ -15,7 +15,15 @@ from typing import Any, NoReturn, TypeVar
 import orjson
 
 from gewell.errors import InvalidRequest
-from gewell.protocol import MAX_BODY_BYTES, MAX_METADATA_BYTES, RESULT_TTL_MAX_S, ErrorCode, check_id
+from gewell.nesting import is_deeper_than
+from gewell.protocol import (
+    MAX_BODY_BYTES,
+    MAX_BODY_DEPTH,
+    MAX_METADATA_BYTES,
+    RESULT_TTL_MAX_S,
+    ErrorCode,
+    check_id,
+)
 from gewell.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -126,8 +134,10 @@ def parse_job(raw: bytes) -> Job:
         metadata=fields.any("metadata"),
         traceparent=fields.text("traceparent", max_chars=256),
     )
-    if len(orjson.dumps(job.metadata)) > MAX_METADATA_BYTES:
-        _refuse("metadata", "...", f"at most {MAX_METADATA_BYTES} bytes of JSON")
+    metadata_bytes = len(orjson.dumps(job.metadata))
+    if metadata_bytes > MAX_METADATA_BYTES:
+        message = f"metadata: {metadata_bytes} bytes of JSON, at most {MAX_METADATA_BYTES}"
+        raise InvalidRequest(ErrorCode.INVALID_REQUEST, message, "metadata")
     for unread in (fields, request, conversation, cache_fields):
         warnings.extend(f"{name}: unknown field, ignored" for name in unread.unknown())
     if strict and warnings:
@@ -148,17 +158,20 @@ class Envelope:
 
 
 def read_envelope(raw: bytes) -> Envelope:
-    """Never raises. Fields that cannot be used are None; without JSON the digest is that of the bytes."""
+    """Never raises. Fields that cannot be used are None; without usable JSON the digest is that of the bytes."""
     try:
         body = orjson.loads(raw) if len(raw) <= MAX_BODY_BYTES else None
     except orjson.JSONDecodeError:
         body = None
     if not isinstance(body, dict):
         return Envelope(digest=hashlib.sha256(raw).hexdigest())
+    is_too_deep = is_deeper_than(body, MAX_BODY_DEPTH)
+    if is_too_deep:  # its plain values still serve
+        body = {name: value for name, value in body.items() if not isinstance(value, dict | list)}
     fields = _Fields(body, "")
     metadata = body.get("metadata")
     return Envelope(
-        digest=digest(body),
+        digest=hashlib.sha256(raw).hexdigest() if is_too_deep else digest(body),
         reply_to=_or_none(lambda: fields.identifier("reply_to")),
         result_ttl_s=_or_none(lambda: fields.number("result_ttl_s", 1, RESULT_TTL_MAX_S)),
         metadata=metadata if len(orjson.dumps(metadata)) <= MAX_METADATA_BYTES else None,
@@ -585,6 +598,10 @@ def _load(raw: bytes) -> dict[str, Any]:
         raise InvalidRequest(ErrorCode.INVALID_JSON, f"body: not JSON: {error}", None) from None
     if not isinstance(body, dict):
         raise InvalidRequest(ErrorCode.INVALID_JSON, f"body: {type(body).__name__}, but an object is wanted", None)
+    for name, value in body.items():
+        if is_deeper_than(value, MAX_BODY_DEPTH - 1):
+            limit = f"at most {MAX_BODY_DEPTH} lists and objects inside one another"
+            raise InvalidRequest(ErrorCode.INVALID_JSON, f"{name[:80]}: nested deeper than {limit}", name[:80])
     return body
 
 

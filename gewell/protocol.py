@@ -34,6 +34,7 @@ WORKER_TTL_S = 10.0  # the lease: a worker whose key is gone is dead
 # Sizes.
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024
+MAX_BODY_DEPTH = 100  # lists and objects inside one another; JSON writers and recursive readers give up soon after
 MAX_QUEUE_LEN = 1_000_000  # default of `info.max_queue_len`; producers hold back beyond it
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -66,7 +67,7 @@ TERMINAL_STATES = frozenset({State.DONE, State.ERROR, State.CANCELLED, State.EXP
 class ErrorCode(StrEnum):
     """What went wrong, for programs. `RETRYABLE` says where the same job may succeed later."""
 
-    INVALID_JSON = "invalid_json"  # the body is not a JSON object
+    INVALID_JSON = "invalid_json"  # the body is not a JSON object, or is nested deeper than `MAX_BODY_DEPTH`
     INVALID_REQUEST = "invalid_request"  # a field has a wrong type or a value out of its limits
     UNKNOWN_FIELD = "unknown_field"  # with `strict`: a field that this version does not know
     UNSUPPORTED = "unsupported"  # a known field or kind that this worker cannot honour

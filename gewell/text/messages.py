@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gewell.errors import InvalidRequest
-from gewell.protocol import ErrorCode
+from gewell.nesting import is_deeper_than
+from gewell.protocol import MAX_BODY_DEPTH, ErrorCode
 from gewell.text.prompt_parts import Message
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -17,7 +18,8 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     - content is a string or a list of `{"type": "text", "text": ...}` and `{"type": "image"}`; a system message's is a
       string, its parts trimmed and joined with a space, since templates trim it as one text;
-    - a tool call's arguments are a mapping; a string that is no JSON object stays as the model wrote it.
+    - a tool call's arguments are a mapping; a string that is no JSON object, or is nested too deep to be written again,
+      stays as the model wrote it.
 
     Raises InvalidRequest for a conversation without messages and for a part of another type.
     """
@@ -85,4 +87,5 @@ def _mapping_of(arguments: str) -> dict[str, Any] | str:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    is_usable = isinstance(value, dict) and not is_deeper_than(value, MAX_BODY_DEPTH)
+    return value if is_usable else arguments

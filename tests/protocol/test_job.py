@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gewell.errors import InvalidRequest
 from gewell.job import UNBOUNDED_TOKENS, Job, Kind, parse_job, read_envelope
-from gewell.protocol import MAX_BODY_BYTES, ErrorCode
+from gewell.protocol import MAX_BODY_BYTES, MAX_BODY_DEPTH, ErrorCode
 
 
 def parse(**request: Any) -> Job:
@@ -273,3 +273,31 @@ def test_any_bytes_give_a_typed_refusal(raw: bytes):
     with pytest.raises(InvalidRequest):
         parse_job(raw)
     read_envelope(raw)
+
+
+# orjson reads 1024 levels and writes 254: what lies between is JSON that could never be written again
+@pytest.mark.parametrize("depth", [MAX_BODY_DEPTH + 1, 253, 254, 255, 300, 1_000])
+@pytest.mark.parametrize("field", ["metadata", "cache", "reply_to", "request.user", "request.tools", "request.prompt"])
+def test_nesting_beyond_the_limit_is_refused_and_the_envelope_stays_readable(field: str, depth: int):
+    nested = '{"a":[' * (depth // 2) + "[" * (depth % 2) + "]" * (depth % 2) + "]}" * (depth // 2)
+    body: dict[str, Any] = {"kind": "completion", "request": {"prompt": "hi"}, "reply_to": "box"}
+    outer, _, inner = field.partition(".")
+    if inner:
+        body[outer][inner] = "nested"
+    else:
+        body[outer] = "nested"
+    raw = json.dumps(body).replace('"nested"', nested).encode()
+    error = refusal(raw)
+    assert (error.code, error.field) == (ErrorCode.INVALID_JSON, outer)
+    assert str(MAX_BODY_DEPTH) in error.message
+    envelope = read_envelope(raw)
+    assert envelope.reply_to == (None if field == "reply_to" else "box")
+    assert envelope.metadata is None
+    assert envelope.digest == read_envelope(raw).digest
+
+
+def test_nesting_up_to_the_limit_is_taken():
+    nested = json.loads("[" * (MAX_BODY_DEPTH - 1) + "]" * (MAX_BODY_DEPTH - 1))
+    raw = json.dumps({"kind": "completion", "request": {"prompt": "hi"}, "metadata": nested}).encode()
+    assert parse_job(raw).metadata == nested
+    assert read_envelope(raw).metadata == nested

@@ -132,6 +132,14 @@ def test_arguments_as_a_json_string_render_as_their_mapping(chat: ChatRenderer) 
     assert as_text == chat.render(conversation({"A": "x", "b": [1, None]})).ids
 
 
+@pytest.mark.parametrize("depth", [90, 150, 250, 400, 900])
+def test_deeply_nested_arguments_render_and_never_recurse_out_of_the_stack(chat: ChatRenderer, depth: int) -> None:
+    arguments = '{"x":' + "[" * depth + "]" * depth + "}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    ids = chat.render([USER, {"role": "assistant", "content": None, "tool_calls": [call]}]).ids
+    assert len(ids) > depth // 8  # brackets merge into tokens of several
+
+
 def test_system_message_in_parts_is_one_text(chat: ChatRenderer) -> None:
     parts = [{"type": "text", "text": " Be "}, {"type": "text", "text": "brief."}]
     messages = [{"role": "system", "content": parts}, USER]

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from gewell_workers import ingest
+from gewell_workers.claim import Taken
 from harness import Harness, wait_for
 
-from gewell.protocol import FinalRecord, State
+from gewell.job import Job
+from gewell.protocol import ErrorCode, FinalRecord, Lane, State
 
 pytestmark = pytest.mark.redis
 
@@ -26,6 +29,7 @@ BAD = {
     "a-list": (b"[]", "invalid_json", None),
     "empty": (b"", "invalid_json", None),
     "deep": (b"[" * 5_000 + b"]" * 5_000, "invalid_json", None),
+    "deep-in-a-field": (completion(user=json.loads("[" * 300 + "]" * 300)), "invalid_json", "request"),
     "no-kind": (b"{}", "invalid_request", "kind"),
     "wrong-kind": (b'{"kind": "chatt"}', "invalid_request", "kind"),
     "no-request": (b'{"kind": "chat"}', "invalid_request", "request"),
@@ -114,3 +118,18 @@ def test_entry_without_a_usable_id_goes_to_dead(shared: Harness):
     assert json.loads(entry[b"body"])["kind"] == "completion"
     wait_for(lambda: shared.redis.xlen(jobs) == 0)
     assert shared.redis.xpending(jobs, "gpu")["pending"] == 0
+
+
+def test_a_body_that_breaks_its_reader_ends_its_job_alone_and_is_not_quoted(monkeypatch: pytest.MonkeyPatch, caplog):
+    """Else it would be taken over by one worker after the other, and kill them all."""
+
+    def broken(raw: bytes) -> Job:
+        raise KeyError(raw.decode())
+
+    monkeypatch.setattr(ingest, "parse_job", broken)
+    draft = ingest._draft(Taken(lane=Lane.NORMAL, entry_id="1-1", job_id="odd", body=b"canary"))
+    assert draft.refusal is not None
+    assert draft.refusal.code == ErrorCode.INTERNAL
+    assert "KeyError at" in caplog.text
+    assert "broken" in caplog.text
+    assert "canary" not in caplog.text

@@ -6,6 +6,7 @@ What fails half-way (a lost connection) stays pending and unknown to the table, 
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from gewell_workers.dead import bury, bury_nameless
 from gewell_workers.duplicates import answer_conflict, answer_duplicate
 from gewell_workers.engine_thread import EngineThread
 from gewell_workers.jobs import HeldJob, JobTable, ParkedJob
+from gewell_workers.logs import fault_of
 from gewell_workers.messages import EndJob, OpenJob
 from gewell_workers.output_link import OutputLink
 from gewell_workers.prepare import Preparer, Prompt
@@ -257,8 +259,8 @@ class Ingest:
                 draft.prompt = await loop.run_in_executor(self._threads, self._preparer.prepare, draft.job)
         except InvalidRequest as error:
             draft.end(State.ERROR, "error", error.code, error.message, error.field)
-        except Exception:  # one job's fault must not stop the intake; the text of the error may quote the prompt
-            log.exception("job %s: preparing it failed", draft.taken.job_id)
+        except Exception as error:  # one job's fault must not stop the intake
+            log.error("job %s: preparing it failed: %s", draft.taken.job_id, fault_of(error))
             draft.end(State.ERROR, "error", ErrorCode.INTERNAL, "preparing the prompt failed; the worker's log has it")
 
     def _admit(self, draft: _Draft, claim: Claim) -> None:
@@ -282,8 +284,8 @@ class Ingest:
             opened = self._open_job(draft, claim)
             request = None if draft.ending is not None else self._request(draft, claim)
             self._output.open(opened)
-        except Exception:  # a fault of ours with this one job; all others go on
-            log.exception("job %s: it could not be handed on", taken.job_id)
+        except Exception as error:  # a fault of ours with this one job; all others go on
+            log.error("job %s: it could not be handed on: %s", taken.job_id, fault_of(error))
             held.is_ending = True
             draft.end(State.ERROR, "error", ErrorCode.INTERNAL, "the job could not be handed on; see the worker's log")
             self._output.open(self._open_job(draft, Claim(epoch=claim.epoch, kept=Kept(), same_model=True)))
@@ -360,6 +362,10 @@ def _draft(taken: Taken) -> _Draft:
         job = parse_job(taken.body)
     except InvalidRequest as error:
         return _Draft(taken=taken, envelope=read_envelope(taken.body), refusal=error)
+    except Exception as error:  # a body that kills its reader would come back and kill every worker
+        log.error("job %s: reading its body failed: %s", taken.job_id, fault_of(error))
+        refusal = InvalidRequest(ErrorCode.INTERNAL, "reading the body failed; the worker's log has it")
+        return _Draft(taken=taken, envelope=Envelope(digest=hashlib.sha256(taken.body).hexdigest()), refusal=refusal)
     envelope = Envelope(
         digest=job.digest,
         reply_to=job.reply_to,

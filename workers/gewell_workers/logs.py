@@ -3,6 +3,8 @@
 import logging
 import sys
 import time
+import traceback
+from pathlib import Path
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
@@ -11,3 +13,12 @@ def set_up_logging(level: int = logging.INFO) -> None:
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def fault_of(error: BaseException) -> str:
+    """What failed and where, for faults while a job's text is at hand: an exception's message may quote the prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    if len(places) > 12:  # a recursion
+        places = [*places[:4], "...", *places[-8:]]
+    return f"{type(error).__name__} at {' > '.join(places)}"

@@ -22,7 +22,7 @@ from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gewell_workers.finish import Outcome
 from gewell_workers.job_stream import JobStream, ending_of, ending_of_end
 from gewell_workers.job_text import Pieces, PlainPieces
-from gewell_workers.logs import set_up_logging
+from gewell_workers.logs import fault_of, set_up_logging
 from gewell_workers.messages import EndJob, FrameProtocol, OpenJob
 from gewell_workers.publisher import Publisher
 from gewell_workers.resp import Client
@@ -104,9 +104,9 @@ class OutputProcess:
     def _on_open(self, job: OpenJob) -> None:
         try:
             stream = JobStream(job, make_pieces(self._tokenizer, job), self._tokenizer)
-        except Exception:
+        except Exception as error:
             stream = JobStream(replace(job, kept_ids=[], stop=[]), PlainPieces(self._tokenizer), self._tokenizer)
-            self._fail(stream)
+            self._fail(stream, error)
         old = self._streams.get(job.job_id)
         if old is not None:
             old.is_gone = True
@@ -127,16 +127,16 @@ class OutputProcess:
             try:
                 if stream.push(ids, logprobs, last_is_stop_id=stop_id is not None and ids[-1] == stop_id):
                     self._tell("stop", (job_id, stream.stopped_at))
-            except Exception:
-                self._fail(stream)
+            except Exception as error:
+                self._fail(stream, error)
             touch(stream)
         for event in body["finished"]:
             stream = streams.get(event["request_id"])
             if stream is not None:
                 try:
                     stream.end(ending_of(event, expired=event["request_id"] in self._expired))
-                except Exception:
-                    self._fail(stream)
+                except Exception as error:
+                    self._fail(stream, error)
                 touch(stream)
 
     def _on_end(self, end: EndJob) -> None:
@@ -145,10 +145,10 @@ class OutputProcess:
             stream.end(ending_of_end(end))
             self.publisher.touch(stream)
 
-    def _fail(self, stream: JobStream) -> None:
-        """A fault of ours with one job's text ends that job alone. Called where an exception is being handled."""
+    def _fail(self, stream: JobStream, error: Exception) -> None:
+        """A fault of ours with one job's text ends that job alone."""
         job_id = stream.job.job_id
-        log.exception("job %s: its text could not be made", job_id)
+        log.error("job %s: its text could not be made: %s", job_id, fault_of(error))
         stream.fail(ErrorInfo(code=ErrorCode.INTERNAL, message="the text could not be made; the worker's log has it"))
         self._tell("drop", job_id)
 
