@@ -11,6 +11,7 @@ from array import array
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from gewell.cache.geometry import KVGeometry
 from gewell.cache.page_pool import PagePool
@@ -375,7 +376,8 @@ class Scheduler:
         for leader in self._prefills + self._landing:
             if leader.request.cache.mode != "auto" or leader.request.cache.salt != cache.salt:
                 continue
-            common = common_prefix(leader.tokens, req.tokens, req.num_tokens - 1)
+            limit = min(req.num_tokens - 1, _first_other_image(leader, req))
+            common = common_prefix(leader.tokens, req.tokens, limit)
             if common < least:
                 continue
             ahead = [at for at in leader.pending_keeps + leader.keep_positions if least <= at <= common]
@@ -485,6 +487,14 @@ def chunk_end(start: int, end: int, image_runs: tuple[tuple[int, int], ...]) -> 
         if run_start < end < run_end:
             return run_start if run_start > start else run_end
     return end
+
+
+def _first_other_image(a: RequestState, b: RequestState) -> int:
+    """Where two prompts part by their pictures: all images are written with the same placeholder tokens."""
+    for x, y in zip_longest(a.request.images, b.request.images):
+        if x is None or y is None or (x.start, x.end, x.digest) != (y.start, y.end, y.digest):
+            return min(image.start for image in (x, y) if image is not None)
+    return max(a.num_tokens, b.num_tokens)
 
 
 def common_prefix(a: "array[int]", b: "array[int]", limit: int) -> int:

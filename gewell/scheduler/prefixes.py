@@ -123,7 +123,8 @@ class CachedPrefixes:
 
     def match(self, req: RequestState) -> ResumePoint | None:
         match = self.cache.match(req.request_id)
-        if match.on_host and self.cache.restore(req.request_id):
+        if match.on_host:
+            self.cache.restore(req.request_id)  # may have evicted what was matched, also when it found no room
             match = self.cache.match(req.request_id)
         return match.point
 

@@ -1,6 +1,7 @@
 """What a step does. A wrong plan wastes the device's width, or gives two requests one page."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from gewell.cache.geometry import KVGeometry
 from gewell.cache.page_pool import PagePool
 from gewell.cache.prefix_cache import PrefixCache
 from gewell.errors import ConfigError
+from gewell.request import RequestImage
 from gewell.scheduler.batch import Scheduler, SchedulerConfig, chunk_end, common_prefix, max_tokens_alone
 from gewell.scheduler.plan import StepPlan
 from gewell.scheduler.prefixes import CachedPrefixes, NoPrefixes
@@ -182,6 +184,25 @@ def test_siblings_of_another_tenants_salt_share_nothing(geometry: KVGeometry, ma
     while any(req.num_output_tokens == 0 for req in requests):
         step(scheduler)
     assert [req.num_cached_tokens for req in requests] == [0, 0]
+
+
+def test_siblings_with_other_pictures_part_where_the_pictures_do(
+    geometry: KVGeometry, make_request: MakeRequest
+) -> None:
+    """The placeholders of all images are the same tokens: by tokens alone these prompts would not part at all."""
+    scheduler = make_scheduler(geometry, has_cache=True, max_num_batched_tokens=500)
+    prompt = [50 + i for i in range(300)] + [9] * 20 + [40 + i for i in range(20)]
+    requests = []
+    for digest in ("aa", "bb"):
+        req = make_request(digest, prompt=prompt)
+        image = RequestImage(start=300, end=320, digest=digest, patches=b"", grid=(1, 1))
+        req.request = replace(req.request, images=(image,))
+        req.image_runs = ((300, 320),)
+        requests.append(req)
+        scheduler.add(req)
+    while any(req.num_output_tokens == 0 for req in requests):
+        step(scheduler)
+    assert [req.num_cached_tokens for req in requests] == [0, 300]
 
 
 def test_a_sibling_whose_leader_is_cancelled_starts_on_its_own(geometry: KVGeometry, make_request: MakeRequest) -> None:
