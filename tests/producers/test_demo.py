@@ -11,9 +11,14 @@ import psutil
 import pytest
 from gewell_producers.cli import demo
 from gewell_producers.cli.terminal import printable
+from gewell_producers.demo.records import Repair
 from gewell_producers.demo.reuse import ReuseLedger
 
 from gewell.cli.main import run
+from gewell.eval.tasks.writer_critic import record_text, remark
+from gewell.protocol import FinalRecord, State
+from gewell.text.chat import load_chat
+from gewell.text.tokenizer import ByteTokenizer
 
 
 def test_reusable_is_the_longest_beginning_that_was_there_before():
@@ -31,16 +36,22 @@ def test_answers_cannot_move_the_cursor():
 
 
 @pytest.mark.redis
-def test_demo_runs_to_its_table_and_leaves_nothing(capfd):
-    before = _leftovers()
+def test_demo_runs_to_its_table_and_leaves_nothing(capfd, temporary):
     assert run(["demo", "--model", "scripted", "--plain"]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    table = {cells[0].strip(): cells[1].strip() for line in lines if len(cells := line.strip("│ ").split("│")) == 2}
+    out = capfd.readouterr().out
+    lines, table = out.splitlines(), _table(out)
     assert table["jobs"] == "42"
     assert table["errors"] == "0"
     assert float(table["mean decode rows"]) >= 1
     assert sum(line.startswith("[3] Writer: ") for line in lines) == 3
-    assert _leftovers() == before
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.redis
+def test_demo_on_the_shipped_model_repairs_every_record(capfd):
+    assert run(["demo", "--plain", "--conversations", "4"]) == 0
+    table = _table(capfd.readouterr().out)
+    assert (table["jobs"], table["errors"], table["came out right"]) == ("24", "0", "4")
 
 
 @pytest.mark.redis
@@ -52,8 +63,7 @@ def test_demo_fails_when_too_little_was_reused(capfd, monkeypatch):
 
 @pytest.mark.redis
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_demo_that_is_interrupted_stops_its_server_and_worker(sign):
-    before = _leftovers()
+def test_demo_that_is_interrupted_stops_its_server_and_worker(sign, temporary):
     command = [sys.executable, "-m", "gewell", "demo", "--model", "scripted", "--plain"]
     slow = os.environ | {"GEWELL_SCRIPTED_STEP_S": "0.05"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=slow)
@@ -66,16 +76,15 @@ def test_demo_that_is_interrupted_stops_its_server_and_worker(sign):
     process.stdout.close()
     _, alive = psutil.wait_procs(children, timeout=2)
     assert alive == []
-    assert _leftovers() == before
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.redis
-def test_demo_with_a_model_that_does_not_load_shows_the_workers_log(tmp_path, capfd):
+def test_demo_with_a_model_that_does_not_load_shows_the_workers_log(tmp_path, capfd, temporary):
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
-    before = _leftovers()
     assert run(["demo", "--model", str(tmp_path), "--plain"]) == 2
     assert "the worker ended with code" in capfd.readouterr().err
-    assert _leftovers() == before
+    assert list(temporary.iterdir()) == []
 
 
 def test_unknown_model_is_one_line(capsys):
@@ -83,5 +92,38 @@ def test_unknown_model_is_one_line(capsys):
     assert "no-such-model" in capsys.readouterr().err
 
 
-def _leftovers() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("gewell-demo-*"))
+def test_repair_asks_as_the_model_has_learned_it_and_ends_when_the_critic_accepts():
+    scene = Repair(load_chat(Path(), ByteTokenizer()), 0, 3)
+    said = []
+    while (ask := scene.next_ask()) is not None:
+        facts, draft = scene._facts, scene._draft
+        if ask.label == "Writer":
+            text = record_text(_repaired(draft, facts, len(said) // 2))
+            assert ask.request["messages"][-1]["content"].startswith("Write" if not said else "The critic says: ")
+        else:
+            text = remark(facts, _repaired(draft, facts, len(said) // 2))
+        said.append(text)
+        scene.tell(FinalRecord(id="x", state=State.DONE, finish_reason="stop", text=text))
+    assert len(said) == 6
+    assert said[-1] == "accepted"
+    assert scene.is_right
+
+
+def _repaired(draft, facts, num_repairs):
+    wrong = [name for name in facts if draft[name] != facts[name]][:num_repairs]
+    return {name: facts[name] if name in wrong else value for name, value in draft.items()}
+
+
+def _table(out):
+    cells = [line.strip("│ ").split("│") for line in out.splitlines()]
+    return {row[0].strip(): row[1].strip() for row in cells if len(row) == 2}
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """A temporary folder of the test's own, so that nothing else can leave something there."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder

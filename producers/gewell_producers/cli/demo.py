@@ -17,14 +17,18 @@ from rich.console import Console
 from gewell.errors import CheckpointError
 from gewell.model_store import model_path
 from gewell.protocol import WorkerField
-from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from gewell.text.chat import load_chat
+from gewell.text.tokenizer import ByteTokenizer, load_tokenizer
 from gewell_producers.async_client import AsyncClient
-from gewell_producers.demo.loop import WriterCritic
+from gewell_producers.demo.loop import Loop
 from gewell_producers.demo.processes import server_and_worker
-from gewell_producers.demo.script import STORIES
+from gewell_producers.demo.records import Records
+from gewell_producers.demo.scene import Play
+from gewell_producers.demo.stories import Stories
 from gewell_producers.demo.view import LineView, LiveView, summary_table
 
-DEFAULT_MODEL = "gemma3-270m"
+DEFAULT_MODEL = "gewell-nano"  # comes with the package
+GEMMA = "gemma3-270m"  # fetched on demand, under its own terms
 SCRIPTED = "scripted"  # the worker's engine without weights
 LEAST_REUSE = 0.95  # of what could be reused; below it the demo counts as failed
 HEARTBEAT_WAIT_S = 10.0
@@ -34,29 +38,32 @@ def demo(
     model: Annotated[
         str, typer.Option(help="A model folder or the name of a stored model; `scripted` needs no weights.")
     ] = DEFAULT_MODEL,
-    conversations: Annotated[int, typer.Option(min=1, max=512, help="Stories that grow side by side.")] = 8,
-    turns: Annotated[int, typer.Option(min=1, max=32, help="Parts of each story.")] = 3,
+    conversations: Annotated[int, typer.Option(min=1, max=512, help="How many go on side by side.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, max=32, help="Turns of each writer.")] = 3,
     rows: Annotated[int | None, typer.Option(help="Most rows in a step; default: by the device.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines, also in a terminal.")] = False,
 ) -> None:
-    """Let a writer and a critic work on stories through the queue, and show how much of it came from the cache.
+    """Let writers and critics work through the queue, and show how much of their prompts came from the cache.
+
+    With gewell-nano, which comes with the package, they repair records; with any other, such as gemma3-270m, they write
+    stories.
 
     Starts a server and a worker of its own and removes them at the end. Exit code 1 when a job failed or less than
     95 % of the reusable prompt tokens were reused.
     """
     console = Console(highlight=False)
     folder = None if model == SCRIPTED else _model_folder(model)
-    tokenizer = ByteTokenizer() if folder is None else load_tokenizer(folder)
+    play = _play(folder)
     with _sigterm_as_exit(), contextlib.ExitStack() as stack:
         with console.status(f"starting a server and a worker with {model}"):
             started_s = time.monotonic()
             url = stack.enter_context(server_and_worker(model if folder is None else str(folder), rows=rows))
         console.print(f"server and worker with {model} ready after {time.monotonic() - started_s:.1f} s")
-        num_jobs = WriterCritic.num_jobs(conversations, turns)
+        num_jobs = len(play.warm_ups()) + conversations * play.num_jobs(turns)
         is_live = console.is_terminal and not plain
         view = LiveView(console, num_jobs, conversations) if is_live else LineView(console)
         with view:
-            rows_of_table, problems = asyncio.run(_run(url, tokenizer, view, conversations, turns))
+            rows_of_table, problems = asyncio.run(_run(url, play, view, conversations, turns))
     console.print(summary_table(rows_of_table))
     for problem in problems:
         print(f"gewell: {problem}", file=sys.stderr)
@@ -65,11 +72,11 @@ def demo(
 
 
 async def _run(
-    url: str, tokenizer: Tokenizer, view: LineView | LiveView, conversations: int, turns: int
+    url: str, play: Play, view: LineView | LiveView, conversations: int, turns: int
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Run the loop; returns the table's rows and what was not as it should be."""
     async with AsyncClient(url, namespace="gewell") as client:
-        loop = WriterCritic(client, STORIES, tokenizer, view)
+        loop = Loop(client, play, view)
         started_s = time.monotonic()
         await loop.run(conversations, turns)
         elapsed_s = time.monotonic() - started_s
@@ -78,6 +85,7 @@ async def _run(
     share = tally.num_cached / ledger.num_reusable if ledger.num_reusable else 1.0
     rows = [
         ("conversations", f"{conversations}"),
+        *([("came out right", f"{tally.num_right}")] if tally.num_right + tally.num_wrong else []),
         ("jobs", f"{tally.num_jobs}"),
         ("errors", f"{tally.num_errors}"),
         ("seconds", f"{elapsed_s:.1f}"),
@@ -107,12 +115,20 @@ async def _mean_decode_rows(client: AsyncClient, num_jobs: int) -> str:
     return "unknown"
 
 
+def _play(folder: Path | None) -> Play:
+    """What the model can play: gewell-nano knows records, any other model gets few-shot text."""
+    if folder is None:
+        return Stories(ByteTokenizer())
+    tokenizer = load_tokenizer(folder)
+    return Records(load_chat(folder, tokenizer)) if folder.name == DEFAULT_MODEL else Stories(tokenizer)
+
+
 def _model_folder(model: str) -> Path:
-    """The model's folder; the default model is fetched when it is not here, after its terms were shown."""
+    """The model's folder; Gemma is fetched when it is not here, after its terms were shown."""
     try:
         return model_path(model)
     except CheckpointError:
-        if model != DEFAULT_MODEL:
+        if model != GEMMA:
             raise
     print(f"{model} is not on this machine yet; getting it (about 300 MB)", flush=True)
     got = subprocess.run([sys.executable, "-m", "gewell", "model", "get", model], check=False)

@@ -38,11 +38,9 @@ class LineView:
     def text(self, conversation: int, label: str, text: str) -> None:
         pass
 
-    def answered(self, conversation: int, label: str, text: str, record: FinalRecord) -> None:
-        self._print(conversation, f"{label}: {text}")
-
-    def warmed(self, label: str, record: FinalRecord) -> None:
-        self._print(None, f"{label}: {record.usage.prompt} tokens that all its prompts begin with are computed")
+    def answered(self, conversation: int | None, label: str, text: str, record: FinalRecord) -> None:
+        warm = f"the {record.usage.prompt} tokens that all its prompts begin with are computed"
+        self._print(conversation, f"{label}: {_in_one_line(text) or warm}")
 
     def failed(self, conversation: int | None, label: str, why: str) -> None:
         self._print(conversation, f"{label} failed: {why}")
@@ -84,13 +82,11 @@ class LiveView:
         speaking = self._speaking[conversation]
         self._speaking[conversation] = (label, (speaking[1] if speaking else "") + text)
 
-    def answered(self, conversation: int, label: str, text: str, record: FinalRecord) -> None:
-        self._speaking[conversation] = None
-        self._said[conversation].append((label, text))
+    def answered(self, conversation: int | None, label: str, text: str, record: FinalRecord) -> None:
+        if conversation is not None:
+            self._speaking[conversation] = None
+            self._said[conversation].append((label, text))
         self._num_tokens += record.usage.completion
-        self._progress.advance(self._jobs)
-
-    def warmed(self, label: str, record: FinalRecord) -> None:
         self._progress.advance(self._jobs)
 
     def failed(self, conversation: int | None, label: str, why: str) -> None:
@@ -112,10 +108,14 @@ class LiveView:
         speaking = self._speaking[conversation]
         body = Text()
         for label, text in said[-(NUM_LINES - 1) :]:
-            body.append(f"{label}: ", style="bold").append(f"{printable(text)}\n")
+            body.append(f"{label}: ", style="bold").append(f"{printable(_in_one_line(text))}\n")
         if speaking is not None:
-            body.append(f"{speaking[0]}: ", style="bold cyan").append(printable(speaking[1].strip())).append(" ▌")
+            body.append(f"{speaking[0]}: ", style="bold cyan").append(printable(_in_one_line(speaking[1]))).append(" ▌")
         return Panel(body, title=self._titles[conversation], title_align="left", padding=(0, 1))
+
+
+def _in_one_line(text: str) -> str:
+    return "; ".join(line.strip() for line in text.strip().splitlines())
 
 
 def summary_table(rows: list[tuple[str, str]]) -> Table:
