@@ -38,7 +38,7 @@ class Match(NamedTuple):
 
     point      borrow it at once: `SequencePages(pool, geometry, point)`; None: from scratch
     wait_for   a running request that is about to retain more of this prompt: better start after it has
-    on_host    more of the prompt lies in the host tier: call `restore`, then match again
+    on_host    more of the prompt lies in the host tier: call `restore`, then match again whatever it returned
     """
 
     point: ResumePoint | None
@@ -232,7 +232,7 @@ class PrefixCache:
     def restore(self, request_id: str) -> bool:
         """Bring what `match` found on the host back to the GPU, evicting there; the bytes follow by `take_transfers`.
 
-        False: there was no room, or it is gone. May be called ahead of time for a request that will start soon.
+        False: there was no room, or it is gone. Earlier matches are void in any case. May be called ahead of time for a request that will start soon.
         """
         entry = self._entries[request_id]
         if not entry.is_cacheable:

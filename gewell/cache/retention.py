@@ -259,11 +259,12 @@ class Retention:
         if checkpoint.host_pages is not None:
             return True
         pages = [*checkpoint.full_pages, *checkpoint.sliding_pages]
-        num_missing = host.num_missing(pages)
+        fills = self._fills(checkpoint)
+        num_missing = host.num_missing(pages, fills)
         limit = self.value(checkpoint, max(1, num_missing)) if is_spill else 0.0
         if not self._make_host_room(host, num_missing, limit):
             return False
-        stored = host.store(pages, self._fills(checkpoint))
+        stored = host.store(pages, fills)
         if stored is None:
             return False
         checkpoint.host_pages, pairs = stored

@@ -64,32 +64,43 @@ class HostTier:
         self.pool = PagePool(num_pages)
         self._map = PageMap(gpu, self.pool)
 
-    def num_missing(self, pages: Sequence[int]) -> int:
-        """Host pages that storing these GPU pages would allocate."""
-        return sum(self._map.find(page) is None for page in pages)
+    def num_missing(self, pages: Sequence[int], fills: Sequence[int]) -> int:
+        """Host pages that `store` would allocate."""
+        return sum(self._find(page, fill) is None for page, fill in zip(pages, fills, strict=True))
 
     def store(self, pages: Sequence[int], fills: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Host pages for GPU pages, each with one more reference, and the (gpu, host) copies to make. None: no room.
 
-        fills   leading tokens of each page that must be there; a page copied with fewer is copied again in place
-                (pages only ever grow, so earlier readers of the copy are not disturbed)
+        fills   leading tokens of each page that must be there
         """
-        found = [self._map.find(page) for page in pages]
+        found = [self._find(page, fill) for page, fill in zip(pages, fills, strict=True)]
         fresh = self.pool.allocate(sum(copy is None for copy in found))
         if fresh is None:
             return None
         host_pages, pairs = [], []
         for page, fill, copy in zip(pages, fills, found, strict=True):
             if copy is None:
-                host_page = fresh.pop()
+                host_page, num_copied = fresh.pop(), 0
             else:
-                host_page = copy[0]
+                host_page, num_copied = copy
                 self.pool.touch((host_page,))
             host_pages.append(host_page)
-            if copy is None or copy[1] < fill:
+            if num_copied < fill:
                 pairs.append((page, host_page))
+                self.pool.mark_written((host_page,), (fill,))
                 self._map.record(page, host_page, fill)
         return host_pages, pairs
+
+    def _find(self, page: int, fill: int) -> tuple[int, int] | None:
+        """The copy of a page, if it has `fill` tokens or can be copied again in place to have them.
+
+        That is safe while nobody has stored more in the host page than this GPU page had when it was copied: pages
+        only grow. Otherwise another branch may have its own tokens there.
+        """
+        copy = self._map.find(page)
+        if copy is None or copy[1] >= fill or self.pool.fill_mark(copy[0]) == copy[1]:
+            return copy
+        return None
 
     def restored(self, gpu_pages: Sequence[int], host_pages: Sequence[int], fills: Sequence[int]) -> None:
         """The GPU pages are copies of these host pages now: storing them again will cost nothing."""

@@ -96,9 +96,10 @@ class GewellStore:
         if job.job_id not in self._known:
             self.show(job)
         match = self.cache.match(job.job_id)
-        if match.on_host and self._fits(job, match.point) and self.cache.restore(job.job_id):
+        if match.on_host and self._fits(job, match.point):
+            if self.cache.restore(job.job_id):
+                self._from_host.add(job.job_id)
             match = self.cache.match(job.job_id)
-            self._from_host.add(job.job_id)
         self.cache.take_transfers()
         if not self._fits(job, match.point):
             return None
