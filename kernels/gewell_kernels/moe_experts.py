@@ -208,10 +208,10 @@ def moe_experts(
     max_blocks = min(num_pairs, num_pairs // block_m + num_experts)
     num_warps = 8 if block_m >= 64 else 4
     block_n = 128 if shared_memory_bytes(x.device) > 160 * 1024 else 64
-    int32 = {"dtype": torch.int32, "device": x.device}
-    pair_at, block_expert = torch.empty(num_pairs, **int32), torch.empty(max_blocks, **int32)
-    block_first, first_row = torch.empty(max_blocks, **int32), torch.empty(num_experts + 1, **int32)
-    num_blocks = torch.empty(1, **int32)
+    # One allocation for all that the placing kernel writes.
+    sizes = [num_pairs, max_blocks, max_blocks, num_experts + 1, 1]
+    scratch = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
+    pair_at, block_expert, block_first, first_row, num_blocks = scratch.split(sizes)
     places = (block_expert, block_first, first_row, pair_at, num_blocks)
     _place_pairs_kernel[(num_experts,)](
         expert_idx, pair_at, block_expert, block_first, first_row, num_blocks, num_pairs, num_experts,

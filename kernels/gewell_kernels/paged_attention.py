@@ -15,6 +15,7 @@ from gewell_kernels._checks import (
     check_unit_stride,
 )
 from gewell_kernels._device import arrival_counters, num_multiprocessors, shared_memory_bytes
+from gewell_kernels._tuning import tuned
 from gewell_kernels.attention_decode import (
     _decode_plain_kernel,
     _decode_shared_kernel,
@@ -45,7 +46,15 @@ class PrefillTiles:
 
 
 def decode_tiles(layer: LayerKV, kv_bytes: int, device: torch.device) -> DecodeTiles:
-    """The first choice whose buffers fit the device's shared memory; n stages keep n - 1 tiles in flight."""
+    """What was tuned for the device, else the first choice whose buffers fit its shared memory.
+
+    n stages keep n - 1 tiles in flight.
+    """
+    known = tuned(
+        "paged_attention", device, part="decode", layout=layer.layout.value, head_dim=layer.head_dim, kv_bytes=kv_bytes
+    )
+    if known is not None and layer.num_kv_heads % known["heads"] == 0:
+        return DecodeTiles(**known)
     row_bytes = layer.num_planes * layer.row_elems * kv_bytes
     if layer.layout is KVLayout.V_ONLY:
         row_bytes += 2 * layer.num_live_pairs * kv_bytes  # cosines and sines
@@ -57,7 +66,12 @@ def decode_tiles(layer: LayerKV, kv_bytes: int, device: torch.device) -> DecodeT
 
 
 def prefill_tiles(layer: LayerKV, kv_bytes: int, device: torch.device) -> PrefillTiles:
-    """The first choice whose query block and buffers fit the device's shared memory."""
+    """What was tuned for the device, else the first choice whose query block and buffers fit its shared memory."""
+    known = tuned(
+        "paged_attention", device, part="prefill", layout=layer.layout.value, head_dim=layer.head_dim, kv_bytes=kv_bytes
+    )
+    if known is not None:
+        return PrefillTiles(**known)
     row_bytes = layer.num_planes * layer.row_elems * kv_bytes
     for tiles in _PREFILL_CHOICES[layer.layout is not KVLayout.PLAIN, layer.head_dim > 256]:
         needed = tiles.num_stages * tiles.block_n * row_bytes + tiles.block_m * layer.head_dim * kv_bytes
@@ -73,12 +87,12 @@ _ROTATED_BYTES = 512 << 20
 _SHARED_RESERVE = 12 * 1024
 _DECODE_CHOICES = {
     False: [
-        DecodeTiles(keys=16, heads=2, num_warps=4, num_stages=3, programs_per_sm=3),
+        DecodeTiles(keys=32, heads=1, num_warps=4, num_stages=3, programs_per_sm=3),
         DecodeTiles(keys=32, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
         DecodeTiles(keys=16, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
     ],
     True: [
-        DecodeTiles(keys=64, heads=1, num_warps=8, num_stages=3, programs_per_sm=1),
+        DecodeTiles(keys=32, heads=1, num_warps=4, num_stages=3, programs_per_sm=2),
         DecodeTiles(keys=32, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
         DecodeTiles(keys=16, heads=1, num_warps=4, num_stages=3, programs_per_sm=1),
     ],

@@ -297,7 +297,7 @@ def _sample_kernel(
                 if weight >= needed:
                     floor = above
                     is_open = True
-        tl.store(out_ptr + row, best_id.to(tl.int64))
+        tl.store(out_ptr + row, best_id)
 
 
 def sample(
