@@ -232,7 +232,8 @@ class PrefixCache:
     def restore(self, request_id: str) -> bool:
         """Bring what `match` found on the host back to the GPU, evicting there; the bytes follow by `take_transfers`.
 
-        False: there was no room, or it is gone. Earlier matches are void in any case. May be called ahead of time for a request that will start soon.
+        False: there was no room, or it is gone. Earlier matches are void in any case. May be called ahead of time for
+        a request that will start soon.
         """
         entry = self._entries[request_id]
         if not entry.is_cacheable:
