@@ -1,4 +1,4 @@
-"""The README's snippets, run as they stand. A reader tries these first."""
+"""Snippets of the README and of the producers' page, run as they stand. A reader tries these first."""
 
 import os
 import re
@@ -16,7 +16,12 @@ pytestmark = pytest.mark.redis
 
 README = Path(__file__).parents[2] / "README.md"
 PORT = "6380"  # what `gewell up` is told there; another one here
-SNIPPETS = re.findall(r"^```(bash|python)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+PAGES = [README, README.parent / "docs" / "producers.md"]
+SNIPPETS = [
+    snippet
+    for page in PAGES
+    for snippet in re.findall(r"^```(bash|python)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 @pytest.fixture(scope="module")
