@@ -58,6 +58,9 @@ def sim(
         else:
             typer.echo(text)
     if json_to or not as_json:
-        Console().print(table(rows, names, options))
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=40 + 16 * len(names))  # a file or a pipe has no width to obey
+        console.print(table(rows, names, options))
     if plot_to is not None:
         plot(rows, names, plot_to)

@@ -148,11 +148,11 @@ def table(rows: list[Row], policies: list[str], options: SimOptions) -> Table:
     memory = f"{options.gpu_gib:g} GiB" + (f" + {options.host_gib:g} GiB host" if options.host_gib else "")
     hints = ", with expect" if options.use_expect else ""
     result = Table(title=f"Prompt tokens served from cache, % (of the clairvoyant, %), {memory}{hints}")
-    result.add_column("trace")
+    result.add_column("trace", no_wrap=True)
     result.add_column("jobs", justify="right")
     result.add_column("prompt M", justify="right")
     for policy in policies:
-        result.add_column(policy, justify="right", style="bold" if policy == OURS else None)
+        result.add_column(policy, justify="right", no_wrap=True, style="bold" if policy == OURS else None)
     by_trace: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_trace.setdefault(row.trace, {})[row.policy] = row
