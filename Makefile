@@ -4,6 +4,9 @@ PYTHON ?= python3.11
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Threads of CPU maths sleep at barriers: tests run beside servers and workers on few cores (see gewell/threads.py).
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: setup demo test check format test-gpu bench clean
 
 setup: $(STAMP)

@@ -17,7 +17,7 @@ _DTYPES = ("bfloat16", "float32")
 
 
 def cpu(
-    model: str = typer.Option("gemma3-270m", help="A stored model's name, or a folder."),
+    model: str | None = typer.Option(None, help="A stored model's name, or a folder. [default: the largest stored]"),
     rows: str = typer.Option("1,8", help="Decode rows side by side, separated by commas."),
     tokens: int = typer.Option(48, min=8, help="Tokens decoded per row and turn."),
     prefill: int = typer.Option(512, min=16, help="Tokens of the prompt whose reading is timed."),
@@ -40,12 +40,13 @@ def cpu(
     from gewell.engine import bench_cpu
     from gewell.model_store import model_path
 
+    folder = model_path(model) if model is not None else _largest_stored()
     if threads:
         torch.set_num_threads(threads)
     console = Console()
     with console.status("starting") as status:
         report = bench_cpu.measure(
-            model_path(model),
+            folder,
             dtype=getattr(torch, dtype),
             rows=row_counts,
             num_tokens=tokens,
@@ -59,6 +60,19 @@ def cpu(
         (out / "cpu.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n")
         _plot(report, out / "cpu.png")
         console.print(f"written: {out / 'cpu.json'}, {out / 'cpu.png'}")
+
+
+def _largest_stored() -> Path:
+    """A measurement says the more the longer a step is: the stored model with the most weights."""
+    from gewell.model_store import list_models, model_path
+
+    sizes = {
+        path: sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in map(model_path, list_models())
+    }
+    folder = max(sizes, key=sizes.__getitem__, default=None)
+    if folder is None or not sizes[folder]:
+        raise ConfigError("--model", None, "no model with weights is stored; get one with `gewell model get`")
+    return folder
 
 
 def _table(report: "CpuReport") -> Table:

@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from gewell.errors import ConfigError, GewellError
+from gewell.threads import wait_passively
 
 COMMANDS_GROUP = "gewell.commands"
 # Distributions whose import name differs from their own name; all others import under their name.
@@ -177,4 +178,5 @@ def run(arguments: Sequence[str], entries: Mapping[str, EntryPoint] | None = Non
 
 def main() -> None:
     """Entry point of the console script."""
+    wait_passively()
     sys.exit(run(sys.argv[1:]))

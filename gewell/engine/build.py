@@ -33,7 +33,7 @@ _CPU_LARGEST_POOL = 8 << 30
 class EngineOptions:
     """Everything about an engine but its model. None: chosen from the device.
 
-    dtype            bf16 | float32; default bf16
+    dtype            bf16 | float32; default bf16, but float32 on a CPU without bf16 instructions
     kv_memory_bytes  of the page pool
     host_memory_bytes  for prefixes that the pool has no room for; 0: none
     max_context      tokens; default what the model and the pool allow
@@ -65,11 +65,25 @@ def build_engine(
     """Load the model and make an engine of it. Raises CheckpointError or ConfigError."""
     options = options or EngineOptions()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = options.dtype or torch.bfloat16
+    dtype = options.dtype or default_dtype(device)
     model = load_model(model_dir, dtype=dtype, device=device, full_layout=options.full_layout, progress=progress)
     tower = load_vision(model_dir, dtype=dtype, device=device)
     fingerprint = model_fingerprint(model_dir, dtype, options.full_layout)
     return assemble(model, options, name=model_dir.name, fingerprint=fingerprint, tower=tower)
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bf16 wherever the hardware multiplies it; without such instructions torch converts at every product.
+
+    What cannot be asked (no /proc/cpuinfo) counts as having none.
+    """
+    if device.type == "cuda":
+        return torch.bfloat16
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if {"amx_bf16", "avx512_bf16", "bf16"} & set(words) else torch.float32
 
 
 def assemble(
