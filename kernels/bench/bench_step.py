@@ -103,6 +103,8 @@ class Bench:
         )
         row["groups_ms"] = groups
         row["sm_mhz"] = sm_clock()
+        if self.config.moe is not None:
+            row["experts_touched"] = self.experts_touched(batch, rows)
         return row
 
     def prefill(self, tokens: int, chunk: int, repeats: int = 3) -> dict[str, Any]:
@@ -127,6 +129,17 @@ class Bench:
         row["groups_ms"] = profile(run)
         return row
 
+    def experts_touched(self, batch: ForwardBatch, rows: int) -> float:
+        """Distinct experts a layer, on average, that the step's real rows chose."""
+        counts: list[int] = []
+
+        def observe(name: str, tensor: torch.Tensor) -> None:
+            if name.startswith("router_index"):
+                counts.append(int(tensor[:rows].unique().numel()))
+
+        self.model.forward(batch, self.pages, observe)
+        return round(statistics.mean(counts), 1)
+
     def timed(self, run: Callable[[], Any], repeats: int) -> list[float]:
         run()
         times = []
@@ -142,13 +155,15 @@ class Bench:
     def floor_ms(self, q_lens: list[int], kv_lens: list[int], num_logits: int) -> float:
         """Projections, sliding attention, full attention and head, each max(bytes / read, FLOPs / matmul)."""
         tokens = sum(q_lens)
-        projections = sum(
-            slot.target.numel()
-            for name, slot in self.model.weight_slots()
-            if slot.target.ndim == 2 and not name.startswith("embed")
-        )
+        weights = [slot.target for name, slot in self.model.weight_slots() if not name.startswith("embed")]
+        projections = sum(weight.numel() for weight in weights if weight.ndim == 2)
         head = self.config.vocab_size * self.config.hidden_size
         phases = [(2.0 * projections, 2.0 * projections * tokens)]
+        if self.config.moe is not None:
+            # Uniform routing: an expert is left alone by all tokens with probability (1 - k / E) ^ tokens.
+            experts = sum(weight.numel() for weight in weights if weight.ndim == 3)
+            share = self.config.moe.num_experts_per_token / self.config.moe.num_experts
+            phases.append((2.0 * experts * (1 - (1 - share) ** tokens), 2.0 * experts * share * tokens))
         if num_logits:
             phases.append((2.0 * head, 2.0 * head * num_logits))
         for kind, layer in self.layer_of.items():
@@ -232,6 +247,10 @@ def group_of(kernel: str) -> str:
         ("_sample", "sample"),
         ("soft_cap", "soft-cap"),
         ("chunk_maxima", "sample"),
+        ("gate_up_kernel", "experts"),
+        ("down_kernel", "experts"),
+        ("place_pairs", "experts"),
+        ("sum_pairs", "experts"),
         ("gemm", "projections"),
         ("nvjet", "projections"),
         ("cutlass", "projections"),

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gewell_kernels import linear as linear_op
 from gewell_kernels import paged_attention as attention
 from gewell_kernels.copy_pages import copy_pages, poison_pages
 from gewell_kernels.gelu_mul import gelu_mul
@@ -223,17 +222,6 @@ def check_sample() -> None:
         fail("sample: NaN in one row changes another row's token")
 
 
-def check_linear() -> None:
-    for rows in (1, 7, 64):
-        for name, (out_features, in_features) in (*projections(True).items(), ("odd", (1111, 5376))):
-            x = torch.randn(rows, in_features, device="cuda", dtype=BF16)
-            weight = torch.randn(out_features, in_features, device="cuda", dtype=BF16) * 0.02
-            actual = linear_op.linear(x, weight)
-            expected = torch.cat([x.double() @ part.double().T for part in weight.split(8192)], dim=1)
-            compare(f"linear {rows}: {name}", actual, expected)
-            replays_equal(f"linear {rows}: {name}", partial(linear_op.linear, x, weight))
-
-
 def check_moe() -> None:
     """Gemma 4 26B-A4B: 128 experts of 704, 8 a token, hidden 2816."""
     gate_up = (torch.randn(128, 1408, 2816, device="cuda") / 2816**0.5).to(BF16)
@@ -277,7 +265,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "write_kv": check_write_kv,
     "attention": check_attention,
     "sample": check_sample,
-    "linear": check_linear,
     "moe": check_moe,
 }
 
@@ -298,7 +285,7 @@ def time_everything(parts: list[str], roof: dict[str, float], tune: bool) -> Ite
     if "moe" in parts:
         yield from time_moe(roof)
     if "projections" in parts:
-        yield from time_projections(roof, tune)
+        yield from time_projections(roof)
 
 
 def attention_launches(
@@ -381,7 +368,6 @@ TUNE_DECODE = {
     (False, 512): _tiles("64.1.8.3.1 32.1.4.3.2"),
     (True, 512): _tiles("32.1.4.3.1"),
 }
-TUNE_LINEAR = "128.128.4.4.1 64.128.4.4.2 128.64.4.4.2 128.128.8.4.1 64.256.4.3.1 64.64.4.6.3 128.64.4.6.1"
 TUNE_PREFILL = {
     256: "128.64.8.2",
     512: "64.64.8.2 64.32.8.3 64.32.8.4",
@@ -481,9 +467,8 @@ def time_rows(pages: Tensor, roof: dict[str, float]) -> Iterator[dict[str, Any]]
             yield result_row("sample", times, num_bytes=rows * VOCAB * 4, roof=roof, rows=rows, kind=name)
 
 
-def time_projections(roof: dict[str, float], tune: bool) -> Iterator[dict[str, Any]]:
-    """The model's matrices with cuBLAS and, for few rows, with `linear`; each from memory that the L2 does not hold."""
-    choose = linear_op.linear_tiles
+def time_projections(roof: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """The model's matrices with cuBLAS, each from memory that the L2 does not hold."""
     for is_sliding in (True, False):
         for name, (out_features, in_features) in projections(is_sliding).items():
             if not is_sliding and name in ("gate_up", "down"):
@@ -502,31 +487,6 @@ def time_projections(roof: dict[str, float], tune: bool) -> Iterator[dict[str, A
                     shape=name,
                     rows=rows,
                 )
-                if rows > linear_op.MAX_ROWS or (tune and rows == 16):
-                    continue
-                for text in TUNE_LINEAR.split() if tune else [""]:
-                    if tune:
-                        n, k, warps, stages, per_sm = map(int, text.split("."))
-                        tiles = linear_op.LinearTiles(
-                            block_n=n, block_k=k, num_warps=warps, num_stages=stages, programs_per_sm=per_sm
-                        )
-                        linear_op.linear_tiles = lambda *_, tiles=tiles: tiles
-                    try:
-                        times = time_ms([partial(linear_op.linear, x, w) for w in weights])
-                    except Exception as error:
-                        print("failed", text, str(error).splitlines()[0][:100], flush=True)
-                        continue
-                    yield result_row(
-                        "projection ours",
-                        times,
-                        num_bytes=out_features * in_features * 2,
-                        roof=roof,
-                        kind="sliding" if is_sliding else "full",
-                        shape=name,
-                        rows=rows,
-                        **({"tiles": text} if tune else {}),
-                    )
-                linear_op.linear_tiles = choose
 
 
 def main() -> int:

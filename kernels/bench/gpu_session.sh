@@ -5,7 +5,7 @@ out=$1
 shift
 export PYTHONPATH=$PWD:$PWD/kernels PYTHONUNBUFFERED=1
 bench=kernels/bench
-for checks in attention rows,write_kv,linear sample,moe; do
+for checks in attention rows,write_kv sample,moe; do
   python3 $bench/check_and_time.py --checks $checks --times none >"$out/check-$checks.txt" 2>&1 &
 done
 python3 $bench/check_and_time.py --skip-checks --times decode,prefill >"$out/warm-1.txt" 2>&1 &
