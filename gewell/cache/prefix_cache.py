@@ -526,7 +526,7 @@ class PrefixCache:
             self.policy.request_finished(self.policy.now - entry.started_at)
             if entry.is_cacheable:
                 self._end_turn(entry, sequence, ids, completed)
-        self._job_ended(request_id)
+        self._job_ended(request_id, entry.conversation)
         if entry.request.cache.release and entry.conversation is not None:
             entry.hints.num_released = self._release(entry.conversation)
         answer = self._answer(entry)
@@ -589,15 +589,16 @@ class PrefixCache:
             if not listed:
                 del self._expecting[conversation.expect_after or ""]
         conversation.expect_after = expect_after
-        conversation.is_due = expect_after in self._ended_jobs
+        conversation.is_due = expect_after is not None and expect_after in self._ended_jobs
         if expect_after is not None:
             conversation.has_expected = True
             if not conversation.is_due:
                 self._expecting.setdefault(expect_after, []).append(conversation)
 
-    def _job_ended(self, job_id: str) -> None:
+    def _job_ended(self, job_id: str, own: Conversation | None) -> None:
         for conversation in self._expecting.pop(job_id, ()):
-            conversation.is_due = True
+            # After its own turn only: that says that it returns, not when.
+            conversation.is_due = conversation is not own
         self._ended_jobs[job_id] = None
         if len(self._ended_jobs) > MAX_ENDED_JOBS:
             self._ended_jobs.popitem(last=False)
