@@ -86,6 +86,7 @@ def test_no_server_and_no_waiting_is_exit_code_69_with_one_line(tmp_path: Path):
     up = Up(tmp_path, "--model", "scripted", "--redis", "redis://127.0.0.1:1/0", "--no-wait")
     assert up.process.wait(20) == 69
     assert "no connection to 127.0.0.1:1" in up.log
+    assert "server ready" not in up.log
     assert "Traceback" not in up.log
 
 
@@ -102,6 +103,32 @@ def test_server_that_comes_later_is_waited_for(tmp_path: Path):
         assert up.process.wait(20) == 0
 
 
+def fails(tmp_path: Path, *args: str) -> str:
+    """The one line that a start with these arguments ends in."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GEWELL_")}
+    environment |= {"GEWELL_DATA_DIR": str(tmp_path), "GEWELL_MODELS_DIR": str(tmp_path / "models")}
+    gewell = Path(sys.executable).with_name("gewell")
+    ran = subprocess.run([gewell, "up", *args], env=environment, capture_output=True, timeout=30)
+    assert ran.returncode == 2
+    lines = ran.stderr.decode().strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[1]", "config.json"),
+        ('{"a":', "config.json"),
+        ('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}', "llama"),
+    ],
+)
+def test_folder_that_holds_no_model_of_ours_is_one_clear_line(tmp_path: Path, config: str, message: str):
+    (tmp_path / "config.json").write_text(config)
+    assert message in fails(tmp_path, "--model", str(tmp_path))
+    assert find_running(tmp_path / "queue") is None
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -112,11 +139,4 @@ def test_server_that_comes_later_is_waited_for(tmp_path: Path):
     ],
 )
 def test_unusable_settings_are_one_clear_line(tmp_path: Path, args: tuple[str, ...], message: str):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GEWELL_")}
-    environment |= {"GEWELL_DATA_DIR": str(tmp_path), "GEWELL_MODELS_DIR": str(tmp_path / "models")}
-    gewell = Path(sys.executable).with_name("gewell")
-    ran = subprocess.run([gewell, "up", *args], env=environment, capture_output=True, timeout=30)
-    assert ran.returncode == 2
-    lines = ran.stderr.decode().strip().splitlines()
-    assert message in lines[-1]
-    assert len(lines) == 1, lines
+    assert message in fails(tmp_path, *args)

@@ -160,7 +160,7 @@ async def _measure_publishing(num_streams: int, step_s: float, seconds: float) -
         for job_id in job_ids:
             client.hset(keys.job(job_id), mapping={"epoch": 1, "state": "running"})
             client.xadd(keys.out(job_id), {"fence": "1"}, id="1-0")
-            output.open(_open_job(job_id))
+            output.open(open_job(job_id))
         thread = EngineThread(engine, output.step, lambda ids: None, _raise)
         thread.start()
         engine.is_running = True
@@ -212,7 +212,8 @@ def _setup(url: str, ns: str) -> dict[str, object]:
     }
 
 
-def _open_job(job_id: str) -> OpenJob:
+def open_job(job_id: str, *, is_chat: bool = True) -> OpenJob:
+    """A job as ingest would open it, without anything special."""
     return OpenJob(
         job_id=job_id,
         epoch=1,
@@ -223,7 +224,7 @@ def _open_job(job_id: str) -> OpenJob:
         kept_text={},
         kept_tools=[],
         kept_logprobs=[],
-        is_chat=True,
+        is_chat=is_chat,
         tools=None,
         stop=[],
         include_stop=False,

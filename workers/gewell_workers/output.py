@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from gewell.errors import GewellError
 from gewell.protocol import Channel, ErrorCode, ErrorInfo, FinalRecord, Keys, ToolDelta
 from gewell.text.parser import OutputParser
 from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -226,7 +227,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_logging()
     link = socket.socket(fileno=int(sys.argv[1]))
-    asyncio.run(serve(link))
+    try:
+        asyncio.run(serve(link))
+    except GewellError as error:
+        sys.exit(f"output process: {error}")
 
 
 if __name__ == "__main__":

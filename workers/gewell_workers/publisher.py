@@ -68,6 +68,8 @@ class Publisher:
         elif stream.due_at_s == 0.0:
             stream.due_at_s = time.monotonic() + self._flush_s
             self._due.append(stream)
+            if len(self._due) == 1:
+                self._wake.set()  # `run` may sleep without a time to wake at
 
     def note_started(self, streams: Sequence[JobStream]) -> None:
         """These rows join the batch: should the worker die now, they are suspects."""
@@ -146,9 +148,10 @@ class Publisher:
             await self._finish(ending[start : start + _MAX_FINISHES])
 
     def _started_commands(self) -> list[bytes]:
+        """For rows that joined the batch and are not over already: a note about those would outlive its job."""
+        self._started = [stream for stream in self._started if not stream.is_gone]
         now_ms = int(time.time() * 1e3)
-        started = [stream for stream in self._started if not stream.is_gone]
-        return [pack("HSET", self._keys.job(s.job.job_id), JobField.STARTED_AT_MS, now_ms) for s in started]
+        return [pack("HSET", self._keys.job(s.job.job_id), JobField.STARTED_AT_MS, now_ms) for s in self._started]
 
     async def _write_chunks(self, streams: Sequence[JobStream]) -> None:
         """One entry a stream a round trip: a refused entry must not be overtaken by its successor."""

@@ -222,6 +222,9 @@ class Client:
 
     async def batch(self, commands: Sequence[bytes], *, timeout_s: float | None = None) -> list[Reply]:
         """Send and await all replies; errors stand among them. Raises LinkLost."""
+        if not commands:
+            await asyncio.sleep(0)  # callers loop around this: others must have their turn
+            return []
         future = self.send(commands)
         try:
             async with asyncio.timeout(timeout_s or self._timeout_s):

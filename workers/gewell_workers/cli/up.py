@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from gewell.config import ModelConfig
 from gewell.embedded import EmbeddedServer, Persistence, ServerAlreadyRunning, default_url, queue_dir
 from gewell.engine.api import Engine
 from gewell.errors import ConfigError, GewellError
@@ -59,8 +60,11 @@ def up(
         redis_url=redis or default_url(), ns=ns, drain_s=drain_s, lease_s=lease_s, wait_for_redis=wait
     )
     folder = _model_folder(model)
+    if folder is not None:
+        ModelConfig.from_dir(folder)  # a folder that is none of ours is said before anything starts
     with _server(redis, data, fsync, port) as url:
-        _say(f"server ready at {describe(url)} after {time.monotonic() - started_s:.1f} s")
+        if redis is None:
+            _say(f"server ready at {describe(url)} after {time.monotonic() - started_s:.1f} s")
         config = replace(settings, redis_url=url)
         if not wait:
             _require_server(url)
