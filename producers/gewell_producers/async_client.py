@@ -53,7 +53,7 @@ from gewell_producers.connection import (
 )
 from gewell_producers.errors import QueueFull, UnknownJob
 from gewell_producers.inbox import BATCH_SIZE, MAX_IN_FLIGHT, InFlight, inbox_rows
-from gewell_producers.job import Job
+from gewell_producers.job import Job, check_digest
 from gewell_producers.settings import default_namespace, default_url
 from gewell_producers.stream import Delivery, StreamReader
 
@@ -190,12 +190,12 @@ class AsyncClient:
         self.keys = Keys(default_namespace() if namespace is None else namespace)
         self.patience = patience or Patience()
         pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
-            self.url, max_connections=MAX_CONNECTIONS, timeout=None, **connection_options(Retry)
+            self.url, max_connections=MAX_CONNECTIONS, timeout=None, **connection_options(self.url, Retry)
         )
         self._redis: Any = redis.asyncio.Redis(connection_pool=pool)
         # Blocking reads and the subscription have connections of their own: they would starve the pool.
-        self._own_link: Any = redis.asyncio.Redis.from_url(self.url, **connection_options(Retry))
-        listening = connection_options(Retry) | {"socket_timeout": None}  # silence is no fault there
+        self._own_link: Any = redis.asyncio.Redis.from_url(self.url, **connection_options(self.url, Retry))
+        listening = connection_options(self.url, Retry) | {"socket_timeout": None}  # silence is no fault there
         self._hub_link: Any = redis.asyncio.Redis.from_url(self.url, **listening)
         self._backoff = Backoff(self.url, self.patience)
         home = self.keys.ev(f"hub-{secrets.token_hex(8)}")
@@ -235,7 +235,10 @@ class AsyncClient:
 
     async def run(self, job: Job, *, timeout_s: float | None = None) -> FinalRecord:
         """Submit, wait, return the record. Raises JobFailed when it ends in another state than `done`."""
-        return await self.result(await self.submit(job), timeout_s=timeout_s)
+        await self.submit(job)
+        record = await self.result(job.id, timeout_s=timeout_s)
+        check_digest(job, await self.digest(job.id))  # the id may have been another request's
+        return record
 
     async def map(
         self, jobs: Iterable[Job], *, inbox: str | None = None, max_in_flight: int = MAX_IN_FLIGHT

@@ -48,7 +48,7 @@ from gewell_producers.connection import (
 )
 from gewell_producers.errors import QueueFull, UnknownJob
 from gewell_producers.inbox import BATCH_SIZE, MAX_IN_FLIGHT, InFlight, inbox_rows
-from gewell_producers.job import Job
+from gewell_producers.job import Job, check_digest
 from gewell_producers.settings import default_namespace, default_url
 from gewell_producers.stream import Delivery, StreamReader
 
@@ -67,7 +67,7 @@ class Client:
         self.url = check_url(default_url() if url is None else url)
         self.keys = Keys(default_namespace() if namespace is None else namespace)
         self.patience = patience or Patience()
-        self._redis = redis.Redis.from_url(self.url, **connection_options(Retry))
+        self._redis = redis.Redis.from_url(self.url, **connection_options(self.url, Retry))
         self._backoff = Backoff(self.url, self.patience)
         self._room: dict[Lane, tuple[float, int]] = {}  # lane: (when looked, jobs that fitted then and are not used up)
 
@@ -104,7 +104,10 @@ class Client:
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> FinalRecord:
         """Submit, wait, return the record. Raises JobFailed when it ends in another state than `done`."""
-        return self.result(self.submit(job), timeout_s=timeout_s)
+        self.submit(job)
+        record = self.result(job.id, timeout_s=timeout_s)
+        check_digest(job, self.digest(job.id))  # the id may have been another request's
+        return record
 
     def map(
         self, jobs: Iterable[Job], *, inbox: str | None = None, max_in_flight: int = MAX_IN_FLIGHT
@@ -187,6 +190,11 @@ class Client:
         """What is known of a job now; None: no trace. A job that no worker has looked at shows no trace either."""
         raw = self._call(self._redis.hget, self.keys.job(job_id), JobField.STATE)
         return None if raw is None else State(raw.decode())
+
+    def digest(self, job_id: str) -> str | None:
+        """Digest of the request that the id belongs to; None: no worker has looked at such a job."""
+        raw = self._call(self._redis.hget, self.keys.job(job_id), JobField.DIGEST)
+        return None if raw is None else raw.decode()
 
     # --- operating ----------------------------------------------------------------------------------------------------
 

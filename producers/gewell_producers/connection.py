@@ -1,5 +1,6 @@
 """Where Redis is, how long to wait for it, and what its errors mean for a producer. Shared by both clients."""
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from urllib.parse import urlsplit
 
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.connection import parse_url
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -54,20 +56,27 @@ def shown_url(url: str) -> str:
 
 
 def check_url(url: str) -> str:
+    """The URL, if it can be one of a server. A password in it is not shown."""
+    hidden = re.sub(r"//[^/]*@", "//...@", url)
     if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError("redis", shown_url(url), "expected redis://, rediss:// or unix://")
+        raise ConfigError("redis", hidden, "expected redis://, rediss:// or unix://")
+    try:
+        parse_url(url)  # type: ignore[no-untyped-call]  # redis-py has no type there
+    except ValueError as error:
+        raise ConfigError("redis", hidden, str(error)) from None
     return url
 
 
-def connection_options(retry: type[Retry] | type[AsyncRetry]) -> dict[str, Any]:
+def connection_options(url: str, retry: type[Retry] | type[AsyncRetry]) -> dict[str, Any]:
     """Options for both redis clients. Retries are ours: a retry inside the library would hide a gap from a follower."""
-    return {
+    options = {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": 5.0,
-        "socket_keepalive": True,
         "retry": retry(NoBackoff(), 0),
         "decode_responses": False,
     }
+    # Connections over a unix socket do not know keepalive, and the blocking ones refuse to be told.
+    return options if url.startswith("unix://") else options | {"socket_keepalive": True}
 
 
 class Backoff:

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from gewell.errors import InvalidRequest
+from gewell.job import parse_job
 from gewell.protocol import MAX_BODY_BYTES, ErrorCode, Lane, check_id, job_entry
 
 
@@ -107,6 +108,12 @@ class Job:
     def entry(self) -> dict[str, bytes | str]:
         """Fields of the jobs stream's entry."""
         return job_entry(self.id, self.body())
+
+
+def check_digest(job: Job, standing: str | None) -> None:
+    """Raise InvalidRequest when the job's id belongs to another request. `standing`: what the queue knows of the id."""
+    if standing is not None and parse_job(job.body()).digest != standing:
+        raise InvalidRequest(ErrorCode.ID_CONFLICT, f"id {job.id} was used for another request", "id")
 
 
 # Fields of a body that are attributes of the same name and form. `conversation` is an object there and a name here.

@@ -1,17 +1,20 @@
 """The client against a real server. A wrong answer loses, doubles or reorders what a model said, or hangs silently."""
 
+import asyncio
 import itertools
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from gewell_producers.async_client import AsyncClient
 from gewell_producers.client import Client
 from gewell_producers.connection import Patience
 from gewell_producers.errors import QueueFull, StreamDiverged, UnknownJob, Unreachable
 from gewell_producers.job import Job
 
 from gewell.embedded import EmbeddedServer, Persistence
-from gewell.errors import InvalidRequest, JobFailed, NoWorker
+from gewell.errors import ConfigError, InvalidRequest, JobFailed, NoWorker
 from gewell.protocol import Channel, Lane, State, ToolDelta
 from tests.producers.fake_worker import FakeWorker
 
@@ -241,6 +244,14 @@ def test_result_waits_for_the_end_and_is_typed(client, worker):
     assert record.usage.completion == len(record.token_ids) == 18
 
 
+def test_answer_of_another_request_under_the_same_id_is_not_handed_out(client, worker):
+    worker.serve()
+    assert client.run(Job.completion("a b", job={"id": "same"})).text == "b a"
+    assert client.run(Job.completion("a b", job={"id": "same"})).text == "b a"
+    with pytest.raises(InvalidRequest, match="id same was used for another request"):
+        client.run(Job.completion("c d", job={"id": "same"}))
+
+
 def test_failed_job_raises_with_its_record(client, worker):
     worker.serve()
     with pytest.raises(JobFailed, match="ended as error") as caught:
@@ -316,6 +327,28 @@ def test_unreachable_server_is_named_without_its_password():
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url", ["redis://:secret@127.0.0.1:99999/0", "redis://:secret@127.0.0.1:port/0", "http://:secret@127.0.0.1/0"]
+)
+def test_unusable_url_is_a_setting_at_fault_and_hides_its_password(url: str):
+    with pytest.raises(ConfigError) as caught:
+        Client(url)
+    assert "127.0.0.1" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_both_clients_reach_a_server_over_its_unix_socket(data_dir: Path):
+    async def submit_async(url: str) -> str:
+        async with AsyncClient(url) as client:
+            return await client.submit(Job.completion("hi", job={"id": "b"}))
+
+    with EmbeddedServer(data_dir, unix_socket=data_dir / "s") as server:
+        assert server.url.startswith("unix://")
+        with Client(server.url) as client:
+            assert client.submit(Job.completion("hi", job={"id": "a"})) == "a"
+        assert asyncio.run(submit_async(server.url)) == "b"
+
+
 def test_map_yields_failures_too_and_leaves_no_inbox(client, worker, raw, ns):
     worker.serve()
     jobs = [Job.completion("fail" if i == 3 else f"a {i}", job={"id": f"m{i}"}) for i in range(50)]
@@ -380,9 +413,7 @@ def test_follow_and_map_survive_a_restart_of_the_server(data_dir):
             job.chunk("before ")
             assert next(stream).text == "before "
             server.stop()
-            threading.Timer(0.3, server.start).start()
-            restarted = threading.Timer(0.8, lambda: (job.chunk("after"), job.finish()))
-            restarted.start()
+            threading.Timer(0.3, lambda: (server.start(), job.chunk("after"), job.finish())).start()
             assert text_of(stream) == "after"
             worker.serve()
 
@@ -417,3 +448,20 @@ def test_map_submits_again_what_a_server_without_memory_has_lost(data_dir):
             assert worker.num_duplicates == 0
     finally:
         server.stop()
+
+
+def test_server_on_a_unix_socket_serves_as_well(data_dir, tmp_path):
+    with (
+        EmbeddedServer(data_dir, persistence=Persistence.NONE, unix_socket=tmp_path / "s") as server,
+        FakeWorker(server.url, "u") as worker,
+        Client(server.url, namespace="u") as client,
+    ):
+        worker.serve()
+        assert client.run(Job.completion("a b")).text == "b a"
+
+
+@pytest.mark.parametrize("url", ["http://:secret@host", "redis://:secret@host:port/0", "127.0.0.1:6379"])
+def test_url_that_is_none_of_a_server_is_named_without_its_password(url):
+    with pytest.raises(ConfigError, match="redis: ") as caught:
+        Client(url)
+    assert "secret" not in str(caught.value)

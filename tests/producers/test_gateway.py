@@ -330,9 +330,16 @@ def test_error_before_the_first_event_has_its_status_and_a_later_one_is_an_event
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("stays", [True, False])
-def test_caller_that_leaves_cancels_its_job_unless_it_said_otherwise(gateway, worker, raw, keys, stream, stays):
-    x_job = {"id": f"left-{stream}-{stays}", "on_disconnect": "continue" if stays else "cancel"}
+@pytest.mark.parametrize(
+    ("x_job", "stays"),
+    [
+        ({}, False),
+        ({"on_disconnect": "continue"}, True),
+        ({"id": "back-later"}, True),  # it can come back for the answer
+        ({"id": "not-back", "on_disconnect": "cancel"}, False),
+    ],
+)
+def test_caller_that_leaves_cancels_its_job_unless_it_can_come_back(gateway, worker, raw, keys, stream, x_job, stays):
     connection = gateway.open("/v1/chat/completions", CHAT | {"stream": stream, "x_job": x_job})
     job = worker.take().claim()
     job.chunk("a")

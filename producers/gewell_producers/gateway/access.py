@@ -47,7 +47,7 @@ class Access:
             return ANYBODY
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() == "bearer":
-            for key, caller in self.keys.items():  # all of them, each in constant time: timing tells nothing
+            for key, caller in self.keys.items():  # each in constant time: timing tells no part of a key
                 if hmac.compare_digest(key.encode(), given.strip().encode()):
                     return caller
         raise Problem(status=401, message="no such API key", code="invalid_api_key")

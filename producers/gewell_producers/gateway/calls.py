@@ -36,7 +36,8 @@ _X_JOB_FIELDS = frozenset(
 class Call:
     """One HTTP request: its jobs, one a choice, and how the answer is wanted.
 
-    digests   of the jobs, where the caller chose the id: it may belong to another request already
+    digests                  of the jobs, where the caller chose the id: it may belong to another request already
+    cancels_on_disconnect    by default only where the caller cannot come back, having chosen no id
     """
 
     call_id: str
@@ -111,7 +112,7 @@ def _call(
         is_stream=is_stream,
         include_usage=bool(stream_options.get("include_usage")),
         return_token_ids=_flag(body, "return_token_ids"),
-        cancels_on_disconnect=x_job.get("on_disconnect", "cancel") == "cancel",
+        cancels_on_disconnect=x_job.get("on_disconnect", "cancel" if own_id is None else "continue") == "cancel",
     )
 
 
