@@ -115,6 +115,16 @@ def assemble(
     images = None
     if tower is not None:
         images = ImageFeatures(tower, is_bidirectional=model.config.has_bidirectional_images)
+    runner = ModelRunner(
+        model,
+        store,
+        config.max_num_seqs,
+        depth=1 if device.type == "cuda" else 0,
+        max_context=longest,
+        images=images,
+    )
+    if runner.graphs is not None:
+        runner.graphs.record_small()
     return PagedEngine(
         info=EngineInfo(
             model=name,
@@ -128,14 +138,7 @@ def assemble(
             image_token_id=None if tower is None else model.config.tokens.image,
         ),
         scheduler=Scheduler(config, pool, geometry, prefixes),
-        runner=ModelRunner(
-            model,
-            store,
-            config.max_num_seqs,
-            depth=1 if device.type == "cuda" else 0,
-            max_context=longest,
-            images=images,
-        ),
+        runner=runner,
         is_recording_freed=options.poison_freed_pages,
     )
 

@@ -86,6 +86,11 @@ class DecodeGraphs:
         if num_rows not in self._graphs:
             self._graphs[num_rows] = self._record(num_rows)
 
+    def record_small(self, up_to: int = 64) -> None:
+        """Record the sizes that every start passes through, before serving; larger ones when they first occur."""
+        for num_rows in range(16, min(up_to, padded_rows(self._max_num_seqs)) + 1, 16):
+            self.record(num_rows)
+
     @property
     def recorded(self) -> list[int]:
         return sorted(self._graphs)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from gewell_kernels import ops
 
 from gewell.cache.geometry import KVGeometry
 from gewell.cache.tiers import Tier, Transfer
+from gewell.engine.step_arrays import to_device
 
 
 class KVStore:
@@ -39,8 +41,8 @@ class KVStore:
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, destination); no page is both."""
         if copies:
-            pairs = torch.tensor(copies, dtype=torch.int64, device=self.pages.device)
-            ops.copy_pages(self.pages, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+            pairs = to_device(np.array(copies, dtype=np.int64).T.copy(), self.pages.device)
+            ops.copy_pages(self.pages, pairs[0], pairs[1])
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         """Copy whole pages between device and host memory, in the stream of the steps and in the order given."""

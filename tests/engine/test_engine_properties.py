@@ -163,7 +163,7 @@ def run(engine: PagedEngine, world: World) -> tuple[dict[str, list[int]], dict[s
     raise AssertionError(f"requests starve: {sorted(set(outputs) - set(ends))}")
 
 
-@settings(max_examples=300, deadline=None, phases=WITHOUT_EXPLAIN, suppress_health_check=SLOW_DATA)
+@settings(max_examples=200, deadline=None, phases=WITHOUT_EXPLAIN, suppress_health_check=SLOW_DATA)
 @given(worlds())
 def test_every_request_gets_the_output_it_would_get_alone(world: World) -> None:
     engine = build(world)

@@ -85,11 +85,11 @@ def test_noise_is_the_references() -> None:
 
 
 def test_draws_follow_the_probabilities() -> None:
-    rows = 20_000
+    rows = 5_000
     logits = torch.tensor([0.7, 0.2, 0.1]).log().repeat(rows, 1)
     arguments = settings(rows)
     shares = torch.bincount(sample(logits, *arguments), minlength=3) / rows
-    assert shares.tolist() == pytest.approx([0.7, 0.2, 0.1], abs=0.015)  # 4.6 standard deviations
+    assert shares.tolist() == pytest.approx([0.7, 0.2, 0.1], abs=0.03)  # 4.6 standard deviations
 
 
 def test_greedy_rows_beside_random_ones_take_the_lowest_of_equal_ids() -> None:
