@@ -277,6 +277,7 @@ class PagedEngine:
 
     def _end_broken(self, req: RequestState, events: list[Event]) -> None:
         message = f"the logits of output token {req.num_output_tokens} were not numbers"
+        logger.error("request %s, position %d: %s", req.request_id, req.num_tokens, message)
         self._leave(req, is_completed=False, is_sound=False)
         events.append(_finished(req, FinishReason.ERROR, error_code=ErrorCode.NUMERICS, error_message=message))
 
