@@ -5,6 +5,7 @@ import http.client
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -469,3 +470,23 @@ def test_facts_are_served(gateway, worker):
     assert 'gewell_gateway_tokens_total{kind="generated"} 16.0' in metrics
     assert 'gewell_queue_depth{lane="normal"} 0.0' in metrics
     assert "gewell_workers 1.0" in metrics
+
+
+def test_text_is_tokenised_as_the_worker_would(settings, worker):
+    fixture = Path(__file__).parents[1] / "fixtures" / "gemma4-dense"  # ids are bytes
+    gateway = Gateway(GatewaySettings(**settings, model_folder=fixture))
+    try:
+        status, body, _ = gateway.call("/tokenize", {"prompt": "hé", "add_special_tokens": False})
+        assert (status, body["tokens"], body["count"]) == (200, list("hé".encode()), 3)
+        assert gateway.call("/detokenize", {"tokens": body["tokens"]})[1] == {"prompt": "hé"}
+        chat = gateway.call("/tokenize", {"messages": CHAT["messages"]})[1]
+        assert b"say it backwards" in bytes(token for token in chat["tokens"] if token < 256)
+        assert gateway.call("/tokenize", {"prompt": 5})[0] == 400
+        assert gateway.call("/detokenize", {"tokens": ["x"]})[0] == 400
+    finally:
+        gateway.stop()
+
+
+def test_absent_vocabulary_is_told(gateway):
+    status, body, _ = gateway.call("/tokenize", {"prompt": "x"})
+    assert (status, body["error"]["code"]) == (501, "unsupported")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from gewell.model_store import model_path
 from gewell_producers.cli.options import Namespace, Redis
 from gewell_producers.settings import default_namespace, default_url
 
@@ -19,6 +20,9 @@ def gateway(
         list[str] | None, typer.Option(help="A further model name to accept; may be repeated.")
     ] = None,
     any_model: Annotated[bool, typer.Option(help="Accept every model name.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or stored name of the model, for /tokenize; default: the served name.")
+    ] = None,
     redis: Redis = None,
     ns: Namespace = None,
 ) -> None:
@@ -37,6 +41,7 @@ def gateway(
         access=Access() if api_keys is None else Access.from_file(api_keys),
         served_names=tuple(served_name or ()),
         any_model=any_model,
+        model_folder=None if model is None else model_path(model),
     )
     print(f"gewell: base URL http://{host}:{port}/v1", flush=True)
     uvicorn.run(create_app(settings), host=host, port=port, log_level="warning", access_log=False)

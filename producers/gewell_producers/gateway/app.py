@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import orjson
@@ -35,6 +36,7 @@ from gewell_producers.gateway.streaming import (
     merge,
     unless_disconnected,
 )
+from gewell_producers.gateway.vocabulary import Vocabulary
 from gewell_producers.settings import default_namespace, default_url
 
 INFO_TTL_S = 2.0
@@ -47,13 +49,16 @@ Delivered: TypeAlias = tuple[int, EntryId | None, Chunk | FinalRecord]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """served_names  further model names that are accepted; any_model: all of them"""
+    """served_names  further model names that are accepted; any_model: all of them
+    model_folder  vocabulary for /tokenize; None: the served model's, if it is stored here
+    """
 
     url: str = field(default_factory=default_url)
     namespace: str = field(default_factory=default_namespace)
     access: Access = field(default_factory=Access)
     served_names: tuple[str, ...] = ()
     any_model: bool = False
+    model_folder: Path | None = None
     keep_alive_s: float = KEEP_ALIVE_S
     patience: Patience = GATEWAY_PATIENCE
 
@@ -68,6 +73,7 @@ class Gateway:
         self._num_workers = 0
         self._looked_at_s = -INFO_TTL_S
         self._started_at = int(time.time())
+        self._vocabulary = Vocabulary(settings.model_folder)
         self.metrics = Metrics()
 
     @contextlib.asynccontextmanager
@@ -251,6 +257,21 @@ class Gateway:
             "max_model_len": None if context is None else int(context),
         }
 
+    async def tokenize(self, request: Request) -> Response:
+        model, body = await self._body_for_vocabulary(request)
+        tokens = await self._vocabulary.tokenize(model, body)
+        context = self._info.get(InfoField.MAX_CONTEXT)
+        return _json({"count": len(tokens), "max_model_len": context and int(context), "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        model, body = await self._body_for_vocabulary(request)
+        return _json({"prompt": await self._vocabulary.detokenize(model, body)})
+
+    async def _body_for_vocabulary(self, request: Request) -> tuple[str, dict[str, Any]]:
+        self._settings.access.caller(request.headers.get("authorization"))
+        body = parse_body(await _read(request))
+        return await self._served_model(body.get("model")), body
+
     async def health(self, _request: Request) -> Response:
         """200 while a worker makes progress: its heartbeat stops when it has work and takes no step."""
         workers = await self.client.workers()
@@ -297,6 +318,8 @@ def create_app(settings: GatewaySettings) -> Starlette:
         Route("/v1/completions", gateway.completions, methods=["POST"]),
         Route("/v1/models", gateway.models),
         Route("/v1/models/{name:path}", gateway.model),
+        Route("/tokenize", gateway.tokenize, methods=["POST"]),
+        Route("/detokenize", gateway.detokenize, methods=["POST"]),
         Route("/health", gateway.health),
         Route("/version", gateway.version),
         Route("/metrics", gateway.scrape),
