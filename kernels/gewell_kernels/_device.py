@@ -16,14 +16,22 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def refuse_capture(what: str) -> None:
+    """Constants that outlive a call must not be made while a CUDA graph is captured: they would be filled at replay."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what} would be made during the capture of a CUDA graph; run the step once before capturing"
+        )
+
+
+NUM_ARRIVAL_COUNTERS = 1 << 16
+
+
 @cache
-def _arrival_counters(device: torch.device, num_counters: int) -> torch.Tensor:
-    return torch.zeros(num_counters, dtype=torch.int32, device=device)
-
-
-def arrival_counters(device: torch.device, num_counters: int) -> torch.Tensor:
-    """At least so many int32 zeros. Every launch leaves them at zero; one stream at a time may use them."""
-    return _arrival_counters(device, max(4096, 1 << (num_counters - 1).bit_length()))
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """[NUM_ARRIVAL_COUNTERS] int32 zeros. Every launch leaves them at zero; one stream at a time may use them."""
+    refuse_capture("arrival counters")
+    return torch.zeros(NUM_ARRIVAL_COUNTERS, dtype=torch.int32, device=device)
 
 
 @cache

@@ -14,7 +14,12 @@ from gewell_kernels._checks import (
     check_shape,
     check_unit_stride,
 )
-from gewell_kernels._device import arrival_counters, num_multiprocessors, shared_memory_bytes
+from gewell_kernels._device import (
+    NUM_ARRIVAL_COUNTERS,
+    arrival_counters,
+    num_multiprocessors,
+    shared_memory_bytes,
+)
 from gewell_kernels._tuning import tuned
 from gewell_kernels.attention_decode import (
     _decode_plain_kernel,
@@ -175,8 +180,8 @@ def _decode(
     window = batch.sliding_window or 0
     units = num_seqs * layer.num_kv_heads // tiles.heads
     # A window is never cut into many shares; a very long row among few is, and joins faster over many programs.
-    fused = window > 0 or units >= _FUSED_UNITS
-    arrivals = arrival_counters(q.device, units) if fused else None
+    fused = (window > 0 or units >= _FUSED_UNITS) and units <= NUM_ARRIVAL_COUNTERS
+    arrivals = arrival_counters(q.device) if fused else None
     common = {
         "NUM_KV_HEADS": layer.num_kv_heads,
         "GROUP": group,

@@ -5,6 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gewell_kernels._device import refuse_capture
 from gewell_kernels.layout import LayerKV
 
 _MIN_POSITIONS = 1 << 18  # Gemma 4's longest context, so that a table made at warm-up never grows under a CUDA graph
@@ -29,6 +30,7 @@ def rotary_table(layer: LayerKV, device: torch.device, num_positions: int, kv_dt
 
 @cache
 def _inv_freq(theta: float, factor: float, head_dim: int, num_live_pairs: int, device: torch.device) -> Tensor:
+    refuse_capture("rotary frequencies")
     exact = [theta ** (-2 * i / head_dim) / factor for i in range(num_live_pairs)]
     return torch.tensor(exact, dtype=torch.float64).to(torch.float32).to(device)
 
@@ -44,5 +46,6 @@ def _table(
     dtype: torch.dtype,
 ) -> Tensor:
     inv_freq = _inv_freq(theta, factor, head_dim, num_live_pairs, device)
+    refuse_capture("the rotary table")
     angle = torch.arange(num_rows, dtype=torch.float32, device=device)[:, None] * inv_freq
     return torch.cat((angle.cos(), angle.sin()), dim=-1).to(dtype)

@@ -76,7 +76,7 @@ def test_nan_in_one_row_stays_in_that_row(device):
         assert torch.equal(result.isnan().any(dim=1).cpu(), torch.tensor([False, True, False]))
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (5, 246), (2, 5000), (0, 8)])
+@pytest.mark.parametrize("shape", [(1, 34), (5, 246), (2, 5000), (0, 8)])
 def test_gelu_mul_is_the_tanh_form(shape, dtype, device):
     from gewell_kernels.gelu_mul import gelu_mul
 

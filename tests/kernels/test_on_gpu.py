@@ -1,4 +1,4 @@
-"""The bench's checks as a test: every op in bf16 at the model's real shapes against float64, twice under graph replay."""
+"""The bench's checks as a test: every op in bf16 at the model's real shapes against float64, twice under replay."""
 
 import os
 import subprocess
@@ -20,3 +20,16 @@ def test_every_op_agrees_with_float64_at_real_shapes(checks):
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "check " in done.stdout
+
+
+@pytest.mark.gpu
+def test_constants_are_not_made_while_a_graph_is_captured():
+    import torch
+    from gewell_kernels import _device
+
+    _device.arrival_counters.cache_clear()
+    with (
+        pytest.raises(RuntimeError, match="run the step once before capturing"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        _device.arrival_counters(torch.device("cuda"))
