@@ -8,6 +8,7 @@ from gewell_training.twin import Twin, attend_dense, dense_masks
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns about itself while it loads its compiler
+@pytest.mark.slow
 def test_block_masks_hide_what_dense_masks_hide() -> None:
     torch.manual_seed(0)
     twin = Twin(nano.model_config(num_hidden_layers=6))

@@ -36,7 +36,8 @@ class QueryAttention(nn.Module):
         batch, length, _ = x.shape
         q = rope.turn(self.q_norm(self.q_proj(x).view(batch, length, self.num_q_heads, self.head_dim)))
         out = attend(q.transpose(1, 2), k, v, mask)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return projected
 
 
 class DrafterLayer(nn.Module):
@@ -81,6 +82,7 @@ class DrafterTwin(nn.Module):
         """
         x = self.pre_projection(torch.cat((words, state), dim=-1))
         for layer in self.layers:
+            assert isinstance(layer, DrafterLayer)
             x = layer(x, ropes[layer.kind], *kv[layer.kind], masks.of(layer.kind), attend)
         hidden = self.norm(x)
         return hidden, self.post_projection(hidden)
@@ -180,7 +182,7 @@ def _train(
         batch = cpu_batch.to(device)
         masks = flex_masks(batch.document) if is_gpu else dense_masks(batch.document, target.config.sliding_window)
         loss, right, usable = draft_losses(target, drafter, batch, masks, attend, dtype)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no type there
         optimizer.step(lr_factor(trained / planned, step))
         loss = loss.detach()
         now = time.perf_counter()

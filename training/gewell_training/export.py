@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=N", help="as given to the run")
     a = parser.parse_args()
     if a.model is not None:
-        changes = {name: int(value) for name, value in (item.split("=") for item in a.set)}
+        changes: dict[str, Any] = {name: int(value) for name, value in (item.split("=") for item in a.set)}
         nano.export(read_state(a.run, a.which), a.model, **changes)
         if a.tokenizer.resolve() != (a.model / "tokenizer.json").resolve():
             shutil.copy(a.tokenizer, a.model / "tokenizer.json")

@@ -20,6 +20,7 @@ def compiled_attend_flex() -> Attend:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: object) -> Tensor:
+        assert isinstance(mask, BlockMask)
         out = compiled(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True)
         assert isinstance(out, Tensor)
         return out

@@ -154,7 +154,9 @@ class HeldOut:
     ) -> "HeldOut":
         tokenizer = HFTokenizer.from_file(tokenizer_file)
         words = WordEncoder(tokenizer)
-        rows, labels, test_of_group = [], [], []
+        rows: list[Row] = []
+        labels: list[NDArray[np.int32]] = []
+        test_of_group: list[int] = []
         for row, test in held_out_rows(SampleEncoder(tokenizer, words), words.count, row_tokens, sizes=sizes):
             group = row.group
             num_groups = int(group.max()) + 1

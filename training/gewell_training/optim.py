@@ -22,7 +22,8 @@ def orthogonalize(g: Tensor, num_steps: int = 5) -> Tensor:
     for _ in range(num_steps):
         s = x @ x.mT
         x = a * x + (b * s + c * s @ s) @ x
-    return x.mT if is_tall else x
+    out: Tensor = x.mT if is_tall else x
+    return out
 
 
 class Muon:
@@ -30,7 +31,7 @@ class Muon:
         self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05
     ) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             by_shape[parameter.shape].append(parameter)
         self._groups = list(by_shape.values())
@@ -40,7 +41,7 @@ class Muon:
     def step(self, lr_factor: float, momentum: float | None = None) -> None:
         beta = self.momentum if momentum is None else momentum
         for group, buffer in zip(self._groups, self._buffers, strict=True):
-            grad = torch.stack([p.grad for p in group])
+            grad = torch.stack([p.grad for p in group if p.grad is not None])
             buffer.lerp_(grad, 1 - beta)
             update = orthogonalize(grad.lerp(buffer, beta)).float()
             lr = self.lr * lr_factor

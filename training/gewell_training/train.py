@@ -75,9 +75,11 @@ def lr_factor(share: float, step: int, *, num_warmup: int = 100, decay_from: flo
 
 
 class Trainer:
-    def __init__(self, settings: Settings, progress: Progress, started: float) -> None:
+    def __init__(
+        self, settings: Settings, progress: Progress, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.settings = s = settings
-        self.started = started
+        self.clock, self.started = clock, clock()
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision("high")
         self.config = nano.model_config(**s.changes)
@@ -107,7 +109,7 @@ class Trainer:
 
     @property
     def run_seconds(self) -> float:
-        return time.perf_counter() - self.started
+        return self.clock() - self.started
 
     @property
     def share(self) -> float:
@@ -129,7 +131,7 @@ class Trainer:
 
     def step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         loss, right = self.forward(batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no type there
         factor = lr_factor(self.share, self.num_run_steps)
         norm = self.optimizer.step(factor)
         with torch.no_grad():
@@ -151,29 +153,29 @@ class Trainer:
         s, p = self.settings, self.progress
         batches.longest = STAGES[p.stage]
         last_eval = last_save = last_log = self.run_seconds
-        waited, eval_seconds, tokens_at_log, clock = 0.0, 5.0, p.num_tokens, None
+        waited, eval_seconds, tokens_at_log, last_step = 0.0, 5.0, p.num_tokens, None
         stream = iter(batches)
         while self.run_seconds + eval_seconds + 5 < s.seconds and self.share < 1:
-            began = time.perf_counter()
+            began = self.clock()
             batch = next(stream)
-            waited += time.perf_counter() - began
+            waited += self.clock() - began
             loss, norm = self.step(batch.to(s.device))
             p.num_steps += 1
             self.num_run_steps += 1
             p.num_tokens += batch.num_tokens
-            now = time.perf_counter()
-            if clock is not None:  # compiling in the first step is no training
-                p.trained_seconds += now - clock
+            now = self.clock()
+            if last_step is not None:  # compiling in the first step is no training
+                p.trained_seconds += now - last_step
             else:
                 float(loss)  # waits for the device
-                now = time.perf_counter()
+                now = self.clock()
                 last_eval = last_save = last_log = self.run_seconds
                 tokens_at_log = p.num_tokens
                 if s.planned_seconds is None:
                     self.planned_seconds = p.trained_seconds + s.seconds - self.run_seconds - RESERVED_SECONDS
                 used = torch.cuda.max_memory_allocated() / 1e9 if self.is_gpu else 0.0
                 print(f"first step done after {self.run_seconds:.0f} s; {used:.1f} GB", flush=True)
-            clock = now
+            last_step = now
             if p.num_steps % s.log_every == 0:
                 span, last_log = self.run_seconds - last_log, self.run_seconds
                 speed = (p.num_tokens - tokens_at_log) / max(span, 1e-9)
@@ -181,11 +183,11 @@ class Trainer:
                 self._log(float(loss), float(norm), speed, waited / max(span, 1e-9), batches)
                 waited = 0.0
             if self.run_seconds - last_eval > s.eval_every_s:
-                began = time.perf_counter()
+                began = self.clock()
                 self._evaluate_and_save(held_out)
-                eval_seconds = max(2.0, 1.5 * (time.perf_counter() - began))
+                eval_seconds = max(2.0, 1.5 * (self.clock() - began))
                 last_eval = last_save = last_log = self.run_seconds
-                tokens_at_log, clock = p.num_tokens, time.perf_counter()
+                tokens_at_log, last_step = p.num_tokens, self.clock()
             elif self.run_seconds - last_save > s.save_every_s:
                 self.save()
                 last_save = self.run_seconds
@@ -340,7 +342,6 @@ def _settings() -> Settings:
 
 def main() -> None:
     settings = _settings()
-    started = time.perf_counter()
     settings.out.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     if settings.resume is not None:
@@ -357,7 +358,7 @@ def main() -> None:
         pin=settings.device.type == "cuda",
     )
     try:
-        trainer = Trainer(settings, progress, started)
+        trainer = Trainer(settings, progress)
         held_out = HeldOut.build(
             settings.tokenizer,
             held_out_sizes(settings.num_held_out, settings.row_tokens),

@@ -5,7 +5,7 @@ model after export (tests/training/test_twin.py).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -86,16 +86,17 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: "Rope", mask: object, attend: Attend) -> Tensor:
         """x [B, T, hidden] -> [B, T, hidden]"""
         batch, length, _ = x.shape
-        parts = [p.weight for p in (self.q_proj, self.k_proj, self.v_proj) if p is not None]
+        parts: list[Tensor] = [p.weight for p in (self.q_proj, self.k_proj, self.v_proj) if p is not None]
         qkv = F.linear(x, torch.cat(parts).to(x.dtype)).view(batch, length, -1, self.head_dim)
-        heads = (self.num_q_heads,) + (self.num_kv_heads,) * (len(parts) - 1)
-        q, k_raw, *rest = qkv.split(heads, dim=2)
+        heads = [self.num_q_heads] + [self.num_kv_heads] * (len(parts) - 1)
+        q, k_raw, *rest = torch.split(qkv, heads, dim=2)
         v_raw = rest[0] if rest else k_raw
         q = rope.turn(self.q_norm(q))
         k = rope.turn(self.k_norm(k_raw))
         v = _unit_rms(v_raw, self.eps).to(x.dtype)
         out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return projected
 
     def keys_values(self, x: Tensor, rope: "Rope") -> tuple[Tensor, Tensor]:
         """What `forward` attends to, once more: [B, num_kv_heads, T, head_dim] each."""
@@ -146,7 +147,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, torch.cat((self.gate_proj.weight, self.up_proj.weight)).to(x.dtype)).chunk(2, dim=-1)
-        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+        down: Tensor = self.down_proj(F.gelu(gate, approximate="tanh") * up)
+        return down
 
 
 class Layer(nn.Module):
@@ -196,14 +198,20 @@ class Twin(nn.Module):
         x = self.embed(ids, dtype)
         ropes = self.turns(positions)
         last_kv = {}
-        for i, layer in enumerate(self.layers):
-            if all(later.kind is not layer.kind for later in self.layers[i + 1 :]):
+        layers = list(self.each_layer())
+        for i, layer in enumerate(layers):
+            if all(later.kind is not layer.kind for later in layers[i + 1 :]):
                 last_kv[layer.kind] = layer.self_attn.keys_values(layer.input_layernorm(x), ropes[layer.kind])
             x = layer(x, ropes[layer.kind], masks.of(layer.kind), attend)
         return self.norm(x), last_kv
 
+    def each_layer(self) -> Iterator[Layer]:
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            yield layer
+
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.embed_tokens(ids).to(dtype) * math.sqrt(self.config.hidden_size)
+        return F.embedding(ids, self.embed_tokens.weight).to(dtype) * math.sqrt(self.config.hidden_size)
 
     def turns(self, positions: Tensor) -> dict[LayerKind, Rope]:
         return {kind: self.ropes[str(kind)](positions) for kind in LayerKind if str(kind) in self.ropes}
