@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Threads of CPU maths sleep at barriers: tests run beside servers and workers on few cores (see gewell/threads.py).
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test check format test-gpu bench clean
+.PHONY: setup demo test check format test-gpu chaos bench clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,11 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
+
+CHAOS ?= --jobs 20000 --faults 1000
+chaos: $(STAMP)
+	$(BIN)/python tests/workers/chaos.py $(CHAOS) --persistence everysec
+	$(BIN)/python tests/workers/chaos.py $(CHAOS) --persistence always
 
 demo: $(STAMP)
 	$(BIN)/gewell demo

@@ -118,7 +118,7 @@ class Harness:
         self.job_ids: set[str] = set()  # all that were submitted
 
     def start_worker(
-        self, *args: str, wait: bool = True, step_s: float = 0.0, poison: str = "", url: str | None = None
+        self, *args: str, wait: bool = True, step_s: float = 0.0, traps: bool = False, url: str | None = None
     ) -> WorkerProcess:
         worker = WorkerProcess(
             url or self.server.url,
@@ -126,7 +126,7 @@ class Harness:
             self._folder / f"worker-{len(self._workers)}.log",
             *("--lease-s", str(LEASE_S), *args),
             GEWELL_SCRIPTED_STEP_S=str(step_s),
-            GEWELL_SCRIPTED_POISON=poison,
+            GEWELL_SCRIPTED_TRAPS=str(int(traps)),
         )
         self._workers.append(worker)
         if wait:

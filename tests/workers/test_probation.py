@@ -105,18 +105,18 @@ def test_only_the_guilty_are_given_up(seed: int):
 
 @pytest.mark.redis
 def test_poison_is_given_up_and_all_others_are_served(harness: Harness):
-    worker = harness.start_worker("--rows", "16", step_s=0.01, poison="!!")
+    worker = harness.start_worker("--rows", "16", step_s=0.01, traps=True)
     for idx in range(12):
         harness.submit(f"good-{idx}", f"prompt {idx}", max_tokens=150)
     wait_for(lambda: all(harness.num_streamed(f"good-{idx}") for idx in range(12)))
-    harness.submit("poison", "!! kills", max_tokens=3)
+    harness.submit("poison", "!!die now", max_tokens=3)
     deaths = 0
     while harness.redis.get(harness.keys.res("poison")) is None:
         wait_for(lambda w=worker: w.process.poll() is not None or harness.redis.get(harness.keys.res("poison")))
         if worker.process.poll() is not None:
             deaths += 1
             worker.close()
-            worker = harness.start_worker("--rows", "16", step_s=0.01, poison="!!")
+            worker = harness.start_worker("--rows", "16", step_s=0.01, traps=True)
     record = harness.result("poison")
     assert (record.state, record.error.code, record.crashes) == (State.ERROR, "crashed", 3)
     assert deaths == 3
@@ -126,5 +126,5 @@ def test_poison_is_given_up_and_all_others_are_served(harness: Harness):
         assert list(good.token_ids) == expected_ids(f"prompt {idx}".encode(), 7, 150)
     ((_, dead),) = harness.redis.xrange(harness.keys.dead)
     assert dead[b"id"] == b"poison"
-    assert b"!! kills" in dead[b"body"]
+    assert b"!!die now" in dead[b"body"]
     harness.check_nothing_left()

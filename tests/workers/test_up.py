@@ -136,6 +136,11 @@ def test_folder_that_holds_no_model_of_ours_is_one_clear_line(tmp_path: Path, co
         (("--model", "scripted", "--redis", "nonsense"), "nonsense"),
         (("--model", "scripted", "--ns", "a:b"), "a:b"),
         (("--model", "scripted", "--lease-s", "0"), "lease_s"),
+        (("--model", "scripted", "--rows", "0"), "rows: 0"),
+        (("--model", "scripted", "--max-context", "1"), "max_context: 1"),
+        (("--model", "scripted", "--kv-gib", "nan"), "kv_gib: nan"),
+        (("--model", "scripted", "--kv-gib", "-1"), "kv_gib: -1"),
+        (("--model", "scripted", "--device", "tpu"), "device: 'tpu'"),
     ],
 )
 def test_unusable_settings_are_one_clear_line(tmp_path: Path, args: tuple[str, ...], message: str):

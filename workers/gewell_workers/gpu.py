@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import heapq
 import logging
+import math
 import os
 import signal
 import socket
@@ -49,6 +50,7 @@ EXIT_NOW = 130  # a second signal
 
 _READ_BATCH = 64  # entries a read: bodies may be large, and their prompt tokens are known only afterwards
 _SWITCH_INTERVAL_S = 0.0005
+_SAY_AGAIN_S = 60.0  # a trouble that lasts is told so often
 _TICK_S = 0.05  # deadlines and parked jobs are looked at so often
 
 
@@ -72,6 +74,7 @@ class Worker:
         self._is_draining = False
         self._paused: set[Lane] = set()
         self._trouble: str | None = None
+        self._said_at_s: dict[str, float] = {}  # when each trouble was last told
         self._promise = parts.promise
         self._leaving: set[str] = set()  # cancelled in the engine because their stream here is over
         self._deadlines: list[tuple[int, str, int]] = []
@@ -352,9 +355,13 @@ class Worker:
                 await self._fetch(due, group)
 
     async def _say_and_wait(self, what: str, error: Exception) -> None:
-        """A lost connection is reported by its client; an error reply here. Never a busy loop."""
+        """A lost connection is reported by its client; an error reply here, once a minute. Never a busy loop."""
         if isinstance(error, ReplyError):
-            log.warning("%s: %s", what, error)
+            text, now_s = f"{what}: {error}", time.monotonic()
+            if now_s - self._said_at_s.get(text, -math.inf) >= _SAY_AGAIN_S:
+                self._said_at_s = {old: at_s for old, at_s in self._said_at_s.items() if now_s - at_s < _SAY_AGAIN_S}
+                self._said_at_s[text] = now_s
+                log.warning("%s", text)
             await asyncio.sleep(0.5)
 
     # ---------------------------------------------------------------------------------------------- pieces

@@ -22,13 +22,14 @@ from gewell_workers.clock import ServerClock
 from gewell_workers.dead import bury, bury_nameless
 from gewell_workers.duplicates import answer_conflict, answer_duplicate
 from gewell_workers.engine_thread import EngineThread
+from gewell_workers.images import ImagePart, fetch_blobs
 from gewell_workers.jobs import HeldJob, JobTable, ParkedJob
 from gewell_workers.logs import fault_of
 from gewell_workers.messages import EndJob, OpenJob
 from gewell_workers.output_link import OutputLink
 from gewell_workers.prepare import Preparer, Prompt
 from gewell_workers.probation import Probation, Suspect
-from gewell_workers.resp import Client, pack
+from gewell_workers.resp import Client, LinkLost, ReplyError, pack
 
 log = logging.getLogger(__name__)
 
@@ -252,16 +253,25 @@ class Ingest:
     async def _prepare(self, draft: _Draft) -> None:
         assert draft.job is not None
         try:
-            if len(draft.taken.body) <= _INLINE_PROMPT_BYTES:
+            parts = self._preparer.image_parts(draft.job)
+            if not parts and len(draft.taken.body) <= _INLINE_PROMPT_BYTES:
                 draft.prompt = self._preparer.prepare(draft.job)
             else:
+                blobs = await self._blobs(parts)
                 loop = asyncio.get_running_loop()
-                draft.prompt = await loop.run_in_executor(self._threads, self._preparer.prepare, draft.job)
+                draft.prompt = await loop.run_in_executor(self._threads, self._preparer.prepare, draft.job, blobs)
         except InvalidRequest as error:
             draft.end(State.ERROR, "error", error.code, error.message, error.field)
+        except (LinkLost, ReplyError):
+            raise
         except Exception as error:  # one job's fault must not stop the intake
             log.error("job %s: preparing it failed: %s", draft.taken.job_id, fault_of(error))
             draft.end(State.ERROR, "error", ErrorCode.INTERNAL, "preparing the prompt failed; the worker's log has it")
+
+    async def _blobs(self, parts: Sequence[ImagePart]) -> dict[str, bytes]:
+        if not parts or self._preparer.images is None:
+            return {}
+        return await fetch_blobs(self._client, self._keys, parts, self._preparer.images.limits)
 
     def _admit(self, draft: _Draft, claim: Claim) -> None:
         """The job is ours: open its stream in the output process, then give it to the engine or end it."""
@@ -313,6 +323,7 @@ class Ingest:
             enqueued_at_ms=taken.enqueued_at_ms,
             deadline_ms=job.deadline_ms,
             eos_token_ids=self._info.eos_token_ids,
+            images=prompt.images,
         )
 
     def _open_job(self, draft: _Draft, claim: Claim) -> OpenJob:

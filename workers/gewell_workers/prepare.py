@@ -1,7 +1,7 @@
 """A job's body made ready for the engine: checked, rendered, tokenised. Pure functions for ingest's thread pool."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,12 @@ from gewell.engine.api import CacheHints, EngineInfo
 from gewell.errors import InvalidRequest
 from gewell.job import UNBOUNDED_TOKENS, CacheOptions, Job, Kind
 from gewell.protocol import ErrorCode
+from gewell.request import RequestImage
 from gewell.sampling import SamplingParams
 from gewell.text.chat import ChatRenderer, load_chat
+from gewell.text.images import ImageProcessor, PatchSettings
 from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from gewell_workers.images import ImagePart, image_parts, process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class Prompt:
     cache: CacheHints
     message_starts: tuple[int, ...] = ()
     stable_lengths: tuple[int, ...] = ()
+    images: tuple[RequestImage, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -38,13 +42,22 @@ class Preparer:
     def __init__(self, info: EngineInfo, chat: ChatRenderer) -> None:
         self._info = info
         self._chat = chat
+        self.images = None if info.vision is None else ImageProcessor(PatchSettings.of_model(info.vision))
 
-    def prepare(self, job: Job) -> Prompt:
-        """Raises InvalidRequest for what this model or worker cannot do."""
+    def image_parts(self, job: Job) -> list[ImagePart]:
+        """The job's images, whose blobs `prepare` needs. Raises InvalidRequest when this model sees none."""
+        parts = image_parts(job.messages or ())
+        if parts and self.images is None:
+            field = parts[0].field
+            raise InvalidRequest(ErrorCode.IMAGE_UNSUPPORTED, f"{field}: this worker reads text only", field)
+        return parts
+
+    def prepare(self, job: Job, blobs: Mapping[str, bytes] | None = None) -> Prompt:
+        """blobs: bytes of the job's uploaded images by sha256. Raises InvalidRequest for what cannot be done."""
         if job.kind is Kind.SCORE:
             raise InvalidRequest(ErrorCode.UNSUPPORTED, f"kind: {job.kind} is not supported by this worker", "kind")
         if job.messages is not None:
-            rendered = self._render(job)
+            rendered = self._render(job, blobs or {})
         else:
             assert job.prompt is not None
             rendered = _Rendered(ids=self._prompt_ids(job.prompt))
@@ -60,15 +73,32 @@ class Preparer:
             cache=cache,
             message_starts=rendered.message_starts,
             stable_lengths=rendered.stable_lengths,
+            images=rendered.images,
             warnings=job.warnings + warnings + cache_warnings,
         )
 
-    def _render(self, job: Job) -> "_Rendered":
+    def _render(self, job: Job, blobs: Mapping[str, bytes]) -> "_Rendered":
         assert job.messages is not None
-        _refuse_images(job.messages)
-        rendered = self._chat.render(job.messages, tools=job.tools, thinking=job.thinking)
-        stable = self._chat.stable_lengths(job.messages, tools=job.tools, thinking=job.thinking)
-        return _Rendered(ids=rendered.ids, message_starts=rendered.message_starts, stable_lengths=stable)
+        parts = self.image_parts(job)
+        seen = process(parts, blobs, self.images) if self.images is not None else []
+        sizes = [image.num_soft_tokens for image in seen] or None
+        rendered = self._chat.render(job.messages, tools=job.tools, thinking=job.thinking, image_tokens=sizes)
+        stable = self._chat.stable_lengths(job.messages, tools=job.tools, thinking=job.thinking, image_tokens=sizes)
+        return _Rendered(
+            ids=rendered.ids,
+            message_starts=rendered.message_starts,
+            stable_lengths=stable,
+            images=tuple(
+                RequestImage(
+                    start=run.start,
+                    end=run.start + run.num_tokens,
+                    digest=image.digest,
+                    patches=image.patches.tobytes(),
+                    grid=image.grid,
+                )
+                for run, image in zip(rendered.images if seen else (), seen, strict=True)
+            ),
+        )
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -115,15 +145,7 @@ class _Rendered:
     ids: Sequence[int]
     message_starts: tuple[int, ...] = ()
     stable_lengths: tuple[int, ...] = ()
-
-
-def _refuse_images(messages: Sequence[dict[str, object]]) -> None:
-    for message_idx, message in enumerate(messages):
-        content = message.get("content")
-        for part_idx, part in enumerate(content if isinstance(content, list) else ()):
-            if part["type"] != "text":
-                field = f"request.messages[{message_idx}].content[{part_idx}]"
-                raise InvalidRequest(ErrorCode.IMAGE_UNSUPPORTED, f"{field}: this worker reads text only", field)
+    images: tuple[RequestImage, ...] = ()
 
 
 def _cache_hints(

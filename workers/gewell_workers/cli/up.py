@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -48,6 +50,7 @@ def up(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     drain_s: Annotated[float, typer.Option(help="On SIGTERM, running jobs may finish so long.")] = 30.0,
     lease_s: Annotated[float, typer.Option(help="A worker without progress for so long loses its jobs.")] = 10.0,
+    stall_s: Annotated[float, typer.Option(help="No step for so long with work waiting: exit with code 71.")] = 30.0,
     wait: Annotated[bool, typer.Option(help="Wait for a server that is down; else exit with code 69.")] = True,
 ) -> None:
     """Serve jobs: start the worker (and a server, unless one is named) and print how to send a job.
@@ -57,8 +60,14 @@ def up(
     set_up_logging()
     started_s = time.monotonic()
     settings = WorkerConfig(
-        redis_url=redis or default_url(), ns=ns, drain_s=drain_s, lease_s=lease_s, wait_for_redis=wait
+        redis_url=redis or default_url(),
+        ns=ns,
+        drain_s=drain_s,
+        lease_s=lease_s,
+        stall_s=stall_s,
+        wait_for_redis=wait,
     )
+    _check_options(rows, max_context, kv_gib, device)
     folder = _model_folder(model)
     if folder is not None:
         ModelConfig.from_dir(folder)  # a folder that is none of ours is said before anything starts
@@ -85,6 +94,18 @@ def up(
         code = run_worker(config, make, folder, on_ready=ready)
     if code:
         raise typer.Exit(code)
+
+
+def _check_options(rows: int | None, max_context: int | None, kv_gib: float | None, device: str | None) -> None:
+    """What can be told before a model is read: a wrong number would else be heard of minutes later, or never."""
+    if rows is not None and rows < 1:
+        raise ConfigError("rows", rows, "at least 1")
+    if max_context is not None and max_context < 2:
+        raise ConfigError("max_context", max_context, "at least 2 tokens, one of prompt and one of answer")
+    if kv_gib is not None and not 0 < kv_gib < math.inf:
+        raise ConfigError("kv_gib", kv_gib, "a number of GiB above 0")
+    if device is not None and re.fullmatch(r"cpu|cuda(:\d{1,2})?", device) is None:
+        raise ConfigError("device", device, "cpu or cuda")
 
 
 def _model_folder(name: str | None) -> Path | None:
@@ -151,6 +172,8 @@ def _make_engine(
     dtypes = {None: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if dtype not in dtypes:
         raise ConfigError("dtype", dtype, "bfloat16 or float32")
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device", device, "torch sees no GPU here")
     options = EngineOptions(
         device=device,
         dtype=dtypes[dtype],
@@ -162,27 +185,27 @@ def _make_engine(
 
 
 def _make_scripted(rows: int | None, max_context: int | None) -> Engine:
-    """Speed and length of its answers come from the environment: tests of the queue set them.
-
-    GEWELL_SCRIPTED_POISON: a prompt that begins with this text kills the process in the step that reads it.
-    """
+    """Speed and length of its answers come from the environment: tests of the queue set them."""
     from gewell.engine.scripted import build_scripted_engine
 
-    poison = tuple(os.environ.get("GEWELL_SCRIPTED_POISON", "").encode())
-
-    def dies_of(prompt_ids: Sequence[int]) -> bool:
-        if poison and tuple(prompt_ids[: len(poison)]) == poison:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return False
-
+    has_traps = os.environ.get("GEWELL_SCRIPTED_TRAPS") == "1"
     return build_scripted_engine(
         num_pages=int(os.environ.get("GEWELL_SCRIPTED_PAGES", "4096")),
         max_num_seqs=rows or 64,
         max_context=max_context or 8_192,
         step_delay_s=float(os.environ.get("GEWELL_SCRIPTED_STEP_S", "0")),
-        is_bad=lambda req, position: dies_of(req.request.prompt_ids),
+        is_bad=lambda req, position: has_traps and _spring_trap(bytes(req.request.prompt_ids[:6])),
         eos_odds=int(os.environ.get("GEWELL_SCRIPTED_EOS_ODDS", "0")),
     )
+
+
+def _spring_trap(head: bytes) -> bool:
+    """Faults that a prompt asks for when its first token is drawn: death, a hang, logits that are no numbers."""
+    if head.startswith(b"!!die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if head.startswith(b"!!hang"):
+        time.sleep(3_600)
+    return head.startswith(b"!!nan")
 
 
 def _how_to(url: str, ns: str, *, is_embedded: bool) -> str:
