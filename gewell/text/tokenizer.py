@@ -179,7 +179,10 @@ def _config_vocab_size(model_dir: Path) -> int | None:
         config = json.loads((model_dir / "config.json").read_bytes())
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{model_dir / 'config.json'}: {e}") from e
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{model_dir / 'config.json'}: a JSON {type(config).__name__}, not an object")
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     return size if isinstance(size, int) else None
 
 

@@ -82,6 +82,13 @@ def test_folder_without_tokenizer_gets_bytes_only_for_256_ids(tmp_path: Path) ->
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("config", ["[1]", "5", "null", '{"text_config": 5}', '{"text_config": null}', "{", ""])
+def test_config_of_another_shape_is_a_checkpoint_error(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)
+
+
 def test_damaged_tokenizer_file_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
