@@ -227,7 +227,7 @@ class Trainer:
             batches.longest = STAGES[p.stage]
 
     def _give_up_early(self, speed: float, accuracy: float) -> None:
-        """A run on a lent device that goes wrong ends while there is time for another one."""
+        """A run that goes wrong ends while there is time for another one on a rented device."""
         trained = self.progress.trained_seconds
         if self.is_gpu and trained > 30 and speed < MIN_TOKENS_PER_S:
             raise RuntimeError(f"{speed:.0f} tokens/s; at least {MIN_TOKENS_PER_S} were expected")
