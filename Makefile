@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Threads of CPU maths sleep at barriers: tests run beside servers and workers on few cores (see gewell/threads.py).
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test check format test-gpu chaos bench clean
+.PHONY: setup demo eval test check format test-gpu chaos bench clean
 
 setup: $(STAMP)
 
@@ -41,8 +41,13 @@ chaos: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/gewell demo
 
+eval: $(STAMP)
+	$(BIN)/gewell eval tasks gewell-nano -n 40
+	$(BIN)/gewell eval niah gewell-nano -n 2
+
 bench: $(STAMP)
 	$(BIN)/gewell bench cpu
+	$(BIN)/gewell bench queue
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
