@@ -223,7 +223,7 @@ class ReusePolicy:
         """Probability and distance of a conversation's next turn that is not in the queue."""
         if told_wait is not None:
             return 0.98, max(1.0, told_wait)
-        gap = conversation.gap or self.typical_gap
+        gap = self._gap(conversation)
         by_rhythm = max(gap - idle, gap / 4, 1.0)
         since_end = self.now - conversation.last_finish
         if conversation.expect_after is not None:
@@ -241,3 +241,10 @@ class ReusePolicy:
         if idle > 3 * gap:
             probability *= 0.5 if idle <= 8 * gap else 0.1
         return probability, max(1.0, self.show_delays.remaining(since_end) + 0.75 * self.turn_distance)
+
+    def _gap(self, conversation: Conversation) -> float:
+        """The conversation's own gap between turns, held near the typical one while only few turns were seen."""
+        if not conversation.gap:
+            return self.typical_gap
+        num_gaps = min(conversation.num_turns - 1, 4)  # older ones have faded from the smoothed gap
+        return (num_gaps + 3) / (num_gaps / conversation.gap + 3 / self.typical_gap)

@@ -29,7 +29,7 @@ from gewell.request import CacheAnswer, EngineRequest
 
 MIN_SHARED_TOKENS = 256  # below this a shared prefix is cheaper to compute than a window is to hold
 SPACED_FROM_TOKENS = 32_768  # prompts this long get checkpoints on the way, doubling apart
-MAX_CONVERSATIONS = 100_000
+MAX_CONVERSATIONS = 20_000
 MAX_ENDED_JOBS = 10_000  # ids of ended jobs that an `expect` may name
 
 
@@ -196,7 +196,8 @@ class PrefixCache:
         if conversation is None:
             conversation = self._conversations[key] = Conversation()
             if len(self._conversations) > MAX_CONVERSATIONS:
-                self._conversations.popitem(last=False)
+                _, forgotten = self._conversations.popitem(last=False)
+                self._expect(forgotten, None)
         else:
             self._conversations.move_to_end(key)
         return conversation
@@ -470,7 +471,7 @@ class PrefixCache:
         for old in conversation.tails:
             if old.position < newest.position and common_depth(old.node, newest.node) == old.position:
                 old.is_superseded = True
-            elif old is not newest and old in self.index:
+            elif old is not newest:
                 living.append(old)
         conversation.tails = [*living, newest]
 
@@ -548,8 +549,8 @@ class PrefixCache:
         self.policy.turn_finished(conversation)
         conversation.leaf = entry.leaf
         conversation.stable = stable
-        for tail in conversation.tails:
-            if tail in self.index and not tail.is_superseded:
+        for tail in list(conversation.tails):
+            if not tail.is_superseded:
                 self.retention.write_back(tail)
 
     def _release(self, conversation: Conversation) -> int:

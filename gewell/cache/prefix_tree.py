@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gewell.cache.checkpoints import Checkpoint
 
 TOKEN_BYTES = 4
+_NO_CHILDREN: dict[bytes, "Node"] = {}  # of every leaf, never written: an own dict would cost more than the node
 _BLOCK = 4096  # bytes compared at once when looking for the first difference
 
 
@@ -73,7 +74,7 @@ class Node:
         self.parent = parent
         self.key = key
         self.end = end
-        self.children: dict[bytes, Node] = {}
+        self.children = _NO_CHILDREN
         self.checkpoint: Checkpoint | None = None
         self.planned: str | None = None
         self.seen = False
@@ -92,12 +93,18 @@ class Node:
             yield node
             node = node.parent
 
+    def add_child(self, child: "Node") -> None:
+        if self.children is _NO_CHILDREN:
+            self.children = {}
+        self.children[child.key[:TOKEN_BYTES]] = child
+
 
 class PrefixTree:
-    """Prompts and answers by content. `num_tokens` counts the tokens held."""
+    """Prompts and answers by content. `num_tokens` counts the tokens held; what passes the limits is forgotten."""
 
-    def __init__(self, max_tokens: int = 10_000_000) -> None:
+    def __init__(self, max_tokens: int = 10_000_000, max_nodes: int = 50_000) -> None:
         self.max_tokens = max_tokens
+        self.max_nodes = max_nodes
         self.num_tokens = 0
         self.num_nodes = 0
         self._roots: dict[str | None, Node] = {}
@@ -123,7 +130,7 @@ class PrefixTree:
             child = node.children.get(first)
             if child is None:
                 child = Node(node, key[at:], node.end + (length - at) // TOKEN_BYTES)
-                node.children[first] = child
+                node.add_child(child)
                 self.num_tokens += (length - at) // TOKEN_BYTES
                 self.num_nodes += 1
                 return child
@@ -157,10 +164,10 @@ class PrefixTree:
         upper = Node(node.parent, node.key[:cut], position)
         upper.seen, upper.owner, upper.touched = node.seen, node.owner, node.touched
         upper.num_checkpoints, upper.num_waiting = node.num_checkpoints, node.num_waiting
-        node.parent.children[node.key[:TOKEN_BYTES]] = upper
+        node.parent.add_child(upper)
         node.key = node.key[cut:]
         node.parent = upper
-        upper.children[node.key[:TOKEN_BYTES]] = node
+        upper.add_child(node)
         self.num_nodes += 1
         return upper
 
@@ -178,17 +185,17 @@ class PrefixTree:
             node = self._remove(node)
 
     def shrink(self) -> None:
-        """Forget the longest untouched history when the index holds more than max_tokens; checkpoints stay."""
-        if self.num_tokens <= self.max_tokens:
+        """Forget the longest untouched history when the index has outgrown its limits; checkpoints stay."""
+        if self.num_tokens <= self.max_tokens and self.num_nodes <= self.max_nodes:
             return
-        target = self.max_tokens - self.max_tokens // 8
-        while self.num_tokens > target:
+        max_tokens, max_nodes = self.max_tokens - self.max_tokens // 8, self.max_nodes - self.max_nodes // 8
+        while self.num_tokens > max_tokens or self.num_nodes > max_nodes:
             leaves = sorted((n for n in self.nodes() if _is_prunable(n)), key=lambda n: n.touched)
             if not leaves:
                 return
             for leaf in leaves:
                 self._remove(leaf)
-                if self.num_tokens <= target:
+                if self.num_tokens <= max_tokens and self.num_nodes <= max_nodes:
                     return
 
     def nodes(self) -> Iterator[Node]:
@@ -203,8 +210,9 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key[:TOKEN_BYTES]]
-        node.parent = None
         self.num_tokens -= len(node.key) // TOKEN_BYTES
+        node.parent = None
+        node.key = b""  # a conversation may still point here
         self.num_nodes -= 1
         return parent
 

@@ -94,6 +94,9 @@ class Retention:
         """Forget a checkpoint in both tiers; returns GPU pages that became free."""
         above, node = checkpoint.above, checkpoint.node
         self.index.drop(checkpoint)
+        conversation = checkpoint.conversation
+        if conversation is not None and checkpoint in conversation.tails:
+            conversation.tails.remove(checkpoint)
         freed = self._free_gpu(checkpoint) if checkpoint.tier is Tier.GPU else 0
         self._free_host(checkpoint)
         self._rank_anew(above)

@@ -148,5 +148,5 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.drain()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestInterleavings = CacheMachine.TestCase

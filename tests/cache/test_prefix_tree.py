@@ -4,7 +4,7 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gewell.cache.prefix_tree import ImageRun, Node, PrefixTree, common_depth, encode_key
@@ -16,6 +16,7 @@ def spelled(node: Node) -> list[int]:
     return list(array("i", b"".join(x.key for x in reversed(list(node.path())))))
 
 
+@settings(deadline=None)
 @given(PROMPTS)
 def test_every_prompt_is_found_again_and_shares_exactly_the_common_prefix(prompts):
     tree = PrefixTree()
@@ -34,6 +35,7 @@ def test_every_prompt_is_found_again_and_shares_exactly_the_common_prefix(prompt
     assert tree.num_nodes == len(nodes)
 
 
+@settings(deadline=None)
 @given(PROMPTS, st.lists(st.integers(0, 2), min_size=1, max_size=14))
 def test_a_walk_finds_the_longest_known_prefix(prompts, query):
     tree = PrefixTree()
@@ -112,3 +114,14 @@ def test_keys_of_arrays_and_lists_are_the_same():
     assert encode_key(array("q", [1, 2])) == encode_key([1, 2])
     with pytest.raises(OverflowError):
         encode_key([1 << 31])
+
+
+def test_many_short_prompts_are_bounded_by_nodes():
+    tree = PrefixTree(max_nodes=100)
+    root = tree.root(None)
+    for n in range(1000):
+        node = tree.insert(root, encode_key([n, 1]))
+        node.seen, node.touched = True, n
+        tree.shrink()
+        assert tree.num_nodes <= 100
+    assert tree.walk(root, encode_key([999, 1]))[1] == 2

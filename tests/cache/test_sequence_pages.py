@@ -228,9 +228,9 @@ def test_a_decode_step_of_512_rows_is_planned_in_a_fraction_of_a_millisecond():
     for _ in range(40):
         full: list[int] = []
         sliding: list[int] = []
-        begin = time.perf_counter()
+        begin = time.thread_time()
         append_decode(rows, full, sliding)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.thread_time() - begin)
     assert best < 1.5e-3  # 0.2-0.3 ms on one idle core; the bound allows for a busy machine
 
 
