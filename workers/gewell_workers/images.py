@@ -35,10 +35,10 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[ImagePart]:
         for part_idx, part in enumerate(content if isinstance(content, list) else ()):
             field = f"request.messages[{message_idx}].content[{part_idx}]"
             if part["type"] == "image":
-                yield _blob(part["image"], f"{field}.image")
+                yield _blob(part["image"], field)
             elif part["type"] == "image_url":
                 url = part["image_url"]
-                yield _from_url(url["url"] if isinstance(url, dict) else url, f"{field}.image_url.url")
+                yield _from_url(url["url"] if isinstance(url, dict) else url, field)
 
 
 def _from_url(url: str, field: str) -> ImagePart:
