@@ -6,6 +6,7 @@ has a bounded queue; what does not fit is dropped, and the follower finds the ga
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 from gewell.errors import JobFailed
 from gewell.job import parse_job
 from gewell.protocol import (
+    BLOB_TTL_S,
     GROUP,
     MAX_QUEUE_LEN,
     Chunk,
@@ -318,6 +320,15 @@ class AsyncClient:
         """Digest of the request that the id belongs to; None: no worker has looked at such a job."""
         raw = await self._call(self._redis.hget, self.keys.job(job_id), JobField.DIGEST)
         return None if raw is None else raw.decode()
+
+    async def upload(self, data: bytes) -> str:
+        """Keep an image for jobs to come; returns its sha256: a message says {"type": "image", "image": sha256}.
+
+        It stays `BLOB_TTL_S` after it was uploaded or last used.
+        """
+        sha256 = hashlib.sha256(data).hexdigest()
+        await self._call(self._redis.set, self.keys.blob(sha256), data, px=int(BLOB_TTL_S * 1000))
+        return sha256
 
     # --- operating ----------------------------------------------------------------------------------------------------
 

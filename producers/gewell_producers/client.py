@@ -1,6 +1,7 @@
 """The synchronous client. Threads may share one; every method does its own waiting and survives a restart of Redis."""
 
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from redis.retry import Retry
 from gewell.errors import JobFailed
 from gewell.job import parse_job
 from gewell.protocol import (
+    BLOB_TTL_S,
     GROUP,
     MAX_QUEUE_LEN,
     Chunk,
@@ -195,6 +197,15 @@ class Client:
         """Digest of the request that the id belongs to; None: no worker has looked at such a job."""
         raw = self._call(self._redis.hget, self.keys.job(job_id), JobField.DIGEST)
         return None if raw is None else raw.decode()
+
+    def upload(self, data: bytes) -> str:
+        """Keep an image for jobs to come; returns its sha256: a message says {"type": "image", "image": sha256}.
+
+        It stays `BLOB_TTL_S` after it was uploaded or last used.
+        """
+        sha256 = hashlib.sha256(data).hexdigest()
+        self._call(self._redis.set, self.keys.blob(sha256), data, px=int(BLOB_TTL_S * 1000))
+        return sha256
 
     # --- operating ----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The commands of producers as a shell sees them: what goes to which stream, the exit code, what survives a kill."""
 
+import hashlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from gewell.cli.main import run
-from gewell.protocol import Channel, State, ToolDelta
+from gewell.protocol import BLOB_TTL_S, Channel, State, ToolDelta
 
 pytestmark = pytest.mark.redis
 
@@ -28,6 +29,26 @@ def test_run_streams_the_answer(worker, capsys):
     captured = capsys.readouterr()
     assert captured.out == "backwards it say\n"
     assert "answer 16 tokens" in captured.err
+
+
+def test_run_uploads_pictures_and_asks_about_them(worker, raw, keys, tmp_path):
+    picture = tmp_path / "red.png"
+    picture.write_bytes(b"the picture's bytes")
+    sha256 = hashlib.sha256(b"the picture's bytes").hexdigest()
+    thread = threading.Thread(target=run, args=(["run", "What colour?", "--image", str(picture)],))
+    thread.start()
+    job = worker.take(10).claim()
+    content = job.body["request"]["messages"][-1]["content"]
+    assert content == [{"type": "image", "image": sha256}, {"type": "text", "text": "What colour?"}]
+    assert raw.get(keys.blob(sha256)) == b"the picture's bytes"
+    assert 0 < raw.pttl(keys.blob(sha256)) <= BLOB_TTL_S * 1000
+    job.finish()
+    thread.join(10)
+
+
+def test_run_names_a_picture_that_is_not_there(worker, capsys):
+    assert run(["run", "What colour?", "--image", "no-such.png"]) == 2
+    assert "--image no-such.png: No such file" in capsys.readouterr().err
 
 
 def test_run_prints_before_the_job_has_ended(worker):

@@ -22,6 +22,7 @@ def run(
     prompt: Annotated[str, typer.Argument(help="What to ask; `-` reads it from standard input.")],
     completion: Annotated[bool, typer.Option("--completion", help="Continue the text as it stands, no chat.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="A picture to ask about; may be repeated.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
@@ -43,13 +44,18 @@ def run(
     given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     request = {name: value for name, value in given.items() if value is not None} | parse_pairs(option or [], "-o")
     job: dict[str, Any] = {"lane": lane, "cache": {"one_off": True}}
-    if completion:
-        made = Job.completion(text, job=job, **request)
-    else:
-        turns = [{"role": "system", "content": system}] if system else []
-        made = Job.chat([*turns, {"role": "user", "content": text}], job=job, **request)
+    pictures = [_read_picture(path) for path in image or ()]
+    if pictures and completion:
+        raise InvalidRequest("invalid_request", "--image: a completion has no place for pictures", "--image")
     with connect(redis, ns) as client:
         client.require_worker()
+        if completion:
+            made = Job.completion(text, job=job, **request)
+        else:
+            parts: list[dict[str, Any]] = [{"type": "image", "image": client.upload(data)} for data in pictures]
+            content = [*parts, {"type": "text", "text": text}] if parts else text
+            turns = [{"role": "system", "content": system}] if system else []
+            made = Job.chat([*turns, {"role": "user", "content": content}], job=job, **request)
         client.submit(made)
         try:
             with client.follow(made.id) as stream:
@@ -61,6 +67,13 @@ def run(
     if stats:
         print(_numbers(record), file=sys.stderr)
     _raise_unless_done(record)
+
+
+def _read_picture(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise InvalidRequest("bad_image", f"--image {path}: {e.strerror}", "--image") from e
 
 
 def submit(
