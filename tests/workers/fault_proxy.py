@@ -10,6 +10,7 @@ class FaultProxy:
     """Forwards everything until the trigger is seen for the `count`-th time, then calls `act` once and goes silent.
 
     trigger   bytes of a command (or of a reply, with `in_reply`)
+    recover   only the connection that held the trigger is cut; all others go on
     forward   whether the piece that holds the trigger still passes: the server then acts on it, and its answer is lost
     """
 
@@ -22,6 +23,7 @@ class FaultProxy:
         count: int = 1,
         forward: bool = False,
         in_reply: bool = False,
+        recover: bool = False,
     ) -> None:
         self._target = ("127.0.0.1", port)
         self._trigger = trigger
@@ -29,6 +31,7 @@ class FaultProxy:
         self._left = count
         self._forward = forward
         self._in_reply = in_reply
+        self._recover = recover
         self._lock = threading.Lock()
         self.has_fired = threading.Event()
         self._sockets: list[socket.socket] = []
@@ -60,14 +63,20 @@ class FaultProxy:
     def _pump(self, source: socket.socket, target: socket.socket, is_watched: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if self.has_fired.is_set() or (is_watched and self._fires(data)):
+                is_silent = self.has_fired.is_set() and not self._recover
+                if is_silent or (is_watched and self._fires(data)):
                     if self._forward and not self._in_reply and self._trigger in data:
                         target.sendall(data)
                     self._fire()
+                    if self._recover:
+                        break
                     return
                 target.sendall(data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
+        if self._recover:
+            with contextlib.suppress(OSError):
+                source.shutdown(socket.SHUT_RDWR)
 
     def _fires(self, data: bytes) -> bool:
         if self._trigger not in data:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from fault_proxy import FaultProxy
 from harness import wait_for
 
 from gewell.embedded import EmbeddedServer, find_running
@@ -90,6 +91,15 @@ def test_no_server_and_no_waiting_is_exit_code_69_with_one_line(tmp_path: Path):
     assert "Traceback" not in up.log
 
 
+def test_wrong_password_is_one_clear_line_that_does_not_show_it(tmp_path: Path):
+    with EmbeddedServer(tmp_path / "s", extra_args=("--requirepass", "sesame")) as server:
+        url = f"redis://:open-barley@127.0.0.1:{server.port}/0"
+        line = fails(tmp_path, "--model", "scripted", "--redis", url)
+    assert "WRONGPASS" in line
+    assert str(server.port) in line
+    assert "barley" not in line
+
+
 def test_server_that_comes_later_is_waited_for(tmp_path: Path):
     with EmbeddedServer(tmp_path / "s") as server:
         port = server.port
@@ -127,6 +137,20 @@ def test_folder_that_holds_no_model_of_ours_is_one_clear_line(tmp_path: Path, co
     (tmp_path / "config.json").write_text(config)
     assert message in fails(tmp_path, "--model", str(tmp_path))
     assert find_running(tmp_path / "queue") is None
+
+
+def test_server_lost_between_connecting_and_the_first_look_is_waited_for(tmp_path: Path):
+    with EmbeddedServer(tmp_path / "s") as server:
+        proxy = FaultProxy(server.port, b"INFO", lambda: None, recover=True)
+        try:
+            up = Up(tmp_path, "--model", "scripted", "--redis", proxy.url)
+            up.wait_until_ready()
+            assert proxy.has_fired.is_set()
+            assert "Traceback" not in up.log
+            up.process.terminate()
+            assert up.process.wait(20) == 0
+        finally:
+            proxy.close()
 
 
 @pytest.mark.parametrize(
