@@ -506,22 +506,29 @@ async def make_parts(config: WorkerConfig, make_engine: Callable[[], Engine], mo
     return Parts(engine=engine, chat=chat, output=output, promise=promise)
 
 
+# Replies of a server that will serve later; any other, such as a wrong password, is not mended by asking again.
+_LATER = ("LOADING", "MASTERDOWN", "ERR max number of clients")
+
+
 async def _reach_server(config: WorkerConfig) -> str:
     """Until the server is there and has read its data; returns its promise."""
     client = Client(config.redis_url, name=f"{config.worker_id}.start", timeout_s=config.redis_timeout_s)
+    delay_s, said = 0.05, False
     while True:
         try:
-            if config.wait_for_redis:
-                await client.wait_until_up()
             await client.connect()
             promise = await check_server(client, config.redis_url)
             client.close()
             return promise
         except (LinkLost, ReplyError) as error:
-            is_loading = isinstance(error, ReplyError) and str(error).startswith("LOADING")
-            if not config.wait_for_redis or (isinstance(error, ReplyError) and not is_loading):
+            is_refusal = isinstance(error, ReplyError) and not str(error).startswith(_LATER)
+            if is_refusal or not config.wait_for_redis:
                 raise QueueError(f"{describe(config.redis_url)} cannot be used: {error}") from error
-            await asyncio.sleep(0.1)
+            if not said:
+                log.warning("%s; trying again", error)
+                said = True
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, 2.0)
 
 
 def _output_setup(config: WorkerConfig, model_dir: Path | None) -> dict[str, Any]:
