@@ -1,5 +1,6 @@
 """Pipelines: nothing asked twice, nothing lost, and a cache that is told what comes next."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,7 +10,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from gewell_producers.async_client import AsyncClient
 from gewell_producers.client import Client
+from gewell_producers.pipelines import runner
+from gewell_producers.pipelines.pipeline import Pipeline
 
 from gewell.cli.main import run
 from gewell.embedded import EmbeddedServer, Persistence
@@ -146,6 +150,50 @@ pipeline = Pipeline(name="retry", work=work)
     assert sorted(asked) == ["retry:1:l:w:0", "retry:1:p:w:0", "retry:1:p:w:0:again-1"]
 
 
+def test_killed_run_goes_on_at_once_when_it_is_started_again(worker, files, tmp_path):
+    arguments = files(LOOP, [{"id": str(i)} for i in range(6)])
+    process = subprocess.Popen([sys.executable, "-m", "gewell", *arguments])
+    finished = []
+    for _ in range(8):  # answers the first asks and some of the critics', then the run is killed
+        job = worker.take(20).claim()
+        job.finish(text=" ".join(reversed(job.body["request"]["prompt"].split())))
+        finished.append(job.id)
+    process.kill()
+    process.wait()
+    seen = watch(worker)
+    started_s = time.monotonic()
+    assert run(arguments) == 0
+    assert time.monotonic() - started_s < 20
+    assert len(read(files.out)) == 6
+    assert not seen.keys() & set(finished)
+
+
+async def test_item_that_outlasts_its_slice_is_put_back_and_goes_on(worker, server, ns, keys):
+    rounds = []
+
+    async def work(item_run, item):
+        rounds.append(len(rounds))
+        return [(await item_run.ask("w", f"step {i}")).text for i in range(3)]
+
+    def slowly(job):
+        time.sleep(0.4)
+        job.claim().finish(text=job.id[-1])
+
+    worker._answer = slowly
+    worker.serve()
+    pipeline = Pipeline(name="slices", work=work)
+    async with AsyncClient(server.url, namespace=ns) as client:
+        pool = await runner.connect(server.url, runner.queue_name(pipeline, ns))
+        arq_worker = runner.make_worker(pipeline, client, pool, ns, 4, slice_s=0.5)
+        working = asyncio.create_task(arq_worker.async_run())
+        outcomes = [o async for o in runner.run_items(pipeline, [("a", {})], client, concurrency=4, works=False)]
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await pool.aclose()
+    assert outcomes == [runner.Outcome(item_id="a", result=["0", "1", "2"])]
+    assert len(rounds) > 1
+
+
 def test_another_process_does_the_work(worker, files, tmp_path):
     watch(worker)
     arguments = files(LOOP, [{"id": str(i)} for i in range(5)])
@@ -216,7 +264,5 @@ def test_examples_run_on_the_shipped_model(data_dir, tmp_path, monkeypatch):
 
 
 def test_pipeline_file_must_exist(tmp_path):
-    from gewell_producers.pipelines.runner import load_pipeline
-
     with pytest.raises(ConfigError, match="a Python file"):
-        load_pipeline(tmp_path / "none.py")
+        runner.load_pipeline(tmp_path / "none.py")
