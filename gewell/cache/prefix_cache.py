@@ -65,6 +65,7 @@ class _Entry:
     waiting: Waiting | None = None
     source: Checkpoint | None = None  # what the last match found
     swap: Checkpoint | None = None  # what preemption left behind
+    resumed_tail: Checkpoint | None = None  # of its own conversation
     planned: dict[int, tuple[Node, Kind]] = field(default_factory=dict)
     taken: list[Checkpoint] = field(default_factory=list)
     num_starts: int = 0
@@ -164,6 +165,9 @@ class PrefixCache:
         if entry is None or entry.waiting is None:
             return
         self._dequeue(entry)
+        if entry.num_starts and entry.conversation is not None:  # it was preempted
+            self._leave_turn(entry, entry.conversation)
+        self._job_ended(request_id, entry.conversation)
         self._forget(entry)
 
     def _enqueue(self, entry: _Entry, order: int) -> None:
@@ -338,6 +342,7 @@ class PrefixCache:
             self.policy.tail_ended(was_used=True)
             if source.conversation is entry.conversation:
                 source.is_superseded = True  # this very turn goes beyond it
+                entry.resumed_tail = source
 
     def _mark_seen(self, entry: _Entry, *, until_seen: bool) -> None:
         owner, now = entry.request.conversation_id, self.policy.now
@@ -546,12 +551,18 @@ class PrefixCache:
                 self._retain(entry, sequence, self.tree.node_at(entry.leaf, end), Kind.TAIL)
         if conversation is None:
             return
-        self.policy.turn_finished(conversation)
+        self._leave_turn(entry, conversation)
         conversation.leaf = entry.leaf
         conversation.stable = stable
         for tail in list(conversation.tails):
             if not tail.is_superseded:
                 self.retention.write_back(tail)
+
+    def _leave_turn(self, entry: _Entry, conversation: Conversation) -> None:
+        """The turn is over. If it left no tail of its own, the next one resumes where this one did."""
+        self.policy.turn_finished(conversation)
+        if entry.resumed_tail is not None and entry.resumed_tail in conversation.tails:
+            entry.resumed_tail.is_superseded = False
 
     def _release(self, conversation: Conversation) -> int:
         mine = [c for c in self.index if c.conversation is conversation and c.kind is not Kind.SHARED]

@@ -249,3 +249,17 @@ def test_the_host_stores_a_shared_page_once():
     assert longer.host_pages is not None
     assert shorter.host_pages is not None
     assert longer.host_pages[:2] == shorter.host_pages[:2]
+
+
+def test_a_cancelled_turn_leaves_its_conversation_where_it_was():
+    world = World(40)
+    first = text(0, 20)
+    world.run([*first, 99], conversation_id="c", stable=[20])
+    (tail,) = world.cache.index
+    for end in (world.cancel, lambda request_id: (world.preempt(request_id), world.cancel(request_id))):
+        request_id = world.submit([*first, *text(700, 9), 98], conversation_id="c", stable=[29])
+        assert world.start(request_id) == 20
+        assert tail.is_superseded
+        end(request_id)
+        assert not tail.is_superseded
+        assert tail.conversation.num_running == 0
