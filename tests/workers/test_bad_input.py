@@ -133,3 +133,25 @@ def test_a_body_that_breaks_its_reader_ends_its_job_alone_and_is_not_quoted(monk
     assert "KeyError at" in caplog.text
     assert "broken" in caplog.text
     assert "canary" not in caplog.text
+
+
+def test_garbage_in_the_workers_own_keys_ends_that_job_alone(harness: Harness):
+    """Left pending it would be taken over, and end one worker after the other."""
+    worker = harness.start_worker()
+    for _ in range(2):
+        harness.redis.xadd(harness.keys.out("torn-stream"), {"entry": "of a version to come"})
+    harness.redis.hset(harness.keys.job("torn-hash"), "epoch", "many")
+    harness.submit("before", max_tokens=3)
+    harness.submit("torn-stream", max_tokens=3, job={"reply_to": "box"})
+    harness.submit("torn-hash", max_tokens=3)
+    harness.submit("after", max_tokens=3)
+    for job_id in ("torn-stream", "torn-hash"):
+        record = harness.result(job_id)
+        assert (record.state, record.error.code) == (State.ERROR, ErrorCode.INTERNAL)
+    ((_, fields),) = harness.redis.xrange(harness.keys.inbox("box"))
+    assert fields[b"id"] == b"torn-stream"
+    assert harness.redis.xlen(harness.keys.dead) == 2
+    for job_id in ("before", "after"):
+        assert harness.check_stream(job_id).state == State.DONE
+    assert worker.process.poll() is None
+    harness.check_nothing_left()

@@ -19,7 +19,7 @@ from gewell.protocol import GROUP, RESULT_TTL_S, TERMINAL_STATES, ErrorCode, Key
 from gewell_workers.cancel import CancelLog
 from gewell_workers.claim import Claim, Kept, Known, Taken, Wanted, claim_jobs, look_up, watch
 from gewell_workers.clock import ServerClock
-from gewell_workers.dead import bury, bury_nameless
+from gewell_workers.dead import bury, bury_broken, bury_nameless
 from gewell_workers.duplicates import answer_conflict, answer_duplicate
 from gewell_workers.engine_thread import EngineThread
 from gewell_workers.images import ImagePart, fetch_blobs
@@ -114,10 +114,32 @@ class Ingest:
                 self._table.entries.add(taken.entry)
             try:
                 await self._take(new)
+            except (LinkLost, ReplyError):
+                raise
+            except Exception as error:
+                log.error("taking %d jobs in failed, now one by one: %s", len(new), fault_of(error))
+                await self._take_each(new)
             finally:
                 for taken in new:
                     if not self._is_busy_with(taken):
                         self._table.entries.discard(taken.entry)
+
+    async def _take_each(self, entries: Sequence[Taken]) -> None:
+        """Give up what breaks the intake: left pending, it would be taken over and end one worker after the other."""
+        for taken in entries:
+            jobs = self._keys.jobs(taken.lane)
+            await self._client.call("UNWATCH")
+            stands = await self._client.call("XRANGE", jobs, taken.entry_id, taken.entry_id)
+            if self._is_busy_with(taken) or not stands:
+                continue
+            try:
+                await self._take([taken])
+            except (LinkLost, ReplyError):
+                raise
+            except Exception as error:
+                log.error("job %s: taking it in failed, it is given up: %s", taken.job_id, fault_of(error))
+                await self._client.call("UNWATCH")
+                await bury_broken(self._client, self._keys, taken)
 
     def _is_busy_with(self, taken: Taken) -> bool:
         held = self._table.held.get(taken.job_id)
