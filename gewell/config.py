@@ -130,6 +130,7 @@ class ModelConfig:
     per_layer_input: PerLayerInputConfig | None = None
     vision: VisionConfig | None = None
     drafter: DrafterConfig | None = None
+    quantization: str | None = None  # method named by the file; None: plain weights
     has_bidirectional_images: bool = False  # image tokens of one run see each other, in sliding layers
     tokens: SpecialTokens = field(default_factory=SpecialTokens)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -182,7 +183,7 @@ class ModelConfig:
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             max_position_embeddings=text.size("max_position_embeddings", 131072),
-            sliding_window=text.size("sliding_window", 4096 if family is Family.GEMMA3 else 512),
+            sliding_window=_sliding_window(text, family),
             rms_norm_eps=text.positive("rms_norm_eps", 1e-6),
             final_logit_softcap=text.optional_positive("final_logit_softcapping"),
             q_scale=query_scalar**-0.5,
@@ -192,6 +193,7 @@ class ModelConfig:
             per_layer_input=_per_layer_input(text, family, vocab_size),
             vision=_vision(vision, soft_tokens) if vision else None,
             drafter=_drafter(outer) if family is Family.GEMMA4_DRAFTER else None,
+            quantization=_quantization(outer),
             has_bidirectional_images=text.text("use_bidirectional_attention") == "vision",
             tokens=_tokens(outer, text, _Fields(generation or {}, "generation_config.json")),
             sampling=_sampling(_Fields(generation or {}, "generation_config.json")),
@@ -210,6 +212,11 @@ class _Fields:
 
     def error(self, name: str, limit: str) -> ConfigError:
         return ConfigError(f"{self._path}: {name}", self._values.get(name), limit)
+
+    @property
+    def names(self) -> list[str]:
+        """Fields that are given and not null."""
+        return [name for name, value in self._values.items() if value is not None]
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
@@ -320,17 +327,22 @@ def _refuse_unsupported(text: _Fields, family: Family) -> None:
         raise text.error("num_kv_shared_layers", "must be 0 in Gemma 3")
 
 
+_MAX_LAYERS = 1000  # ten times the deepest published model: a damaged file must not fill the memory
+
+
 def _layer_kinds(text: _Fields, family: Family) -> tuple[LayerKind, ...]:
     num_layers = text.size("num_hidden_layers", 26 if family is Family.GEMMA3 else 30)
+    if num_layers > _MAX_LAYERS:
+        raise text.error("num_hidden_layers", f"must not be above {_MAX_LAYERS}")
     names = text.get("layer_types")
     if names is None:
         pattern = text.size("sliding_window_pattern", text.size("_sliding_window_pattern", 6))
         kinds = [LayerKind.SLIDING if (i + 1) % pattern else LayerKind.FULL for i in range(num_layers)]
     else:
         known = {"sliding_attention": LayerKind.SLIDING, "full_attention": LayerKind.FULL}
-        if not isinstance(names, list) or len(names) != num_layers or any(name not in known for name in names):
+        if not isinstance(names, list) or len(names) != num_layers or not all(str(name) in known for name in names):
             raise text.error("layer_types", f"must list {num_layers} times sliding_attention or full_attention")
-        kinds = [known[name] for name in names]
+        kinds = [known[str(name)] for name in names]
     if family is not Family.GEMMA3:
         kinds[-1] = LayerKind.FULL  # the published code forces it, whatever the file says
     return tuple(kinds)
@@ -404,9 +416,7 @@ def _layers(text: _Fields, family: Family) -> tuple[LayerConfig, ...]:
                 rope_theta=rope.theta,
                 num_live_pairs=int(rope.live_fraction * head_dim // 2),
                 rope_factor=rope.factor,
-                sliding_window=own.size("sliding_window", 4096 if family is Family.GEMMA3 else 512)
-                if kind is LayerKind.SLIDING
-                else None,
+                sliding_window=_sliding_window(text, family) if kind is LayerKind.SLIDING else None,
                 k_eq_v=kind is LayerKind.FULL and text.flag("attention_k_eq_v"),
                 kv_layer_idx=_kv_source(text, kinds, first_shared, kind) if is_shared else layer_idx,
             )
@@ -418,10 +428,11 @@ def _layer_overrides(text: _Fields, layer_idx: int, kind: LayerKind, family: Fam
     """What this layer's geometry replaces: an entry of `per_layer_config`, else the older pair of global fields."""
     per_layer = text.section("per_layer_config")
     if per_layer is not None:
-        values = per_layer.section(str(layer_idx))
-        return ({name: values.get(name) for name in _PER_LAYER if values.get(name) is not None} if values else {}), (
-            f"per_layer_config.{layer_idx}"
-        )
+        values = per_layer.section(str(layer_idx)) or _Fields({}, "")
+        for name in values.names:
+            if name not in _PER_LAYER and values.get(name) != text.get(name):
+                raise values.error(name, f"layers may differ in {', '.join(_PER_LAYER)} alone")
+        return {name: values.get(name) for name in values.names}, f"per_layer_config.{layer_idx}"
     if family is Family.GEMMA3 or kind is LayerKind.SLIDING:
         return {}, f"layer {layer_idx}"
     overrides: dict[str, Any] = {"head_dim": text.size("global_head_dim", 512)}
@@ -431,7 +442,11 @@ def _layer_overrides(text: _Fields, layer_idx: int, kind: LayerKind, family: Fam
     return overrides, f"layer {layer_idx}"
 
 
-_PER_LAYER = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size", "sliding_window")
+_PER_LAYER = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size")
+
+
+def _sliding_window(text: _Fields, family: Family) -> int:
+    return text.integer("sliding_window", 4096 if family is Family.GEMMA3 else 512, least=2)
 
 
 def _kv_source(text: _Fields, kinds: tuple[LayerKind, ...], first_shared: int, kind: LayerKind) -> int | None:
@@ -491,6 +506,11 @@ def _vision(vision: _Fields, soft_tokens: int) -> VisionConfig:
         has_clipped_linears=vision.flag("use_clipped_linears"),
         default_soft_tokens=vision.size("default_output_length", soft_tokens),
     )
+
+
+def _quantization(outer: _Fields) -> str | None:
+    section = outer.section("quantization_config")
+    return None if section is None else section.text("quant_method") or "of an unnamed method"
 
 
 def _tokens(outer: _Fields, text: _Fields, generation: _Fields) -> SpecialTokens:

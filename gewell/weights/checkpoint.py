@@ -156,10 +156,6 @@ class LoadReport:
     num_bytes: int  # read from files
     seconds: float
 
-    @property
-    def gb_per_s(self) -> float:
-        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
-
 
 def fill(
     checkpoint: Checkpoint,
@@ -247,6 +243,8 @@ def load_model(
     config = ModelConfig.from_dir(model_dir)
     if config.family is Family.GEMMA4_DRAFTER:
         raise CheckpointError(f"{model_dir} is a drafter: it has no keys and values of its own and cannot run alone")
+    if config.quantization is not None:
+        raise CheckpointError(f"{model_dir} holds quantised weights ({config.quantization}): only plain ones are read")
     checkpoint = Checkpoint.open(model_dir)
     plan = plan_kv(config, dtype_bytes=(kv_dtype or dtype).itemsize, full_layout=full_layout)
     model = GemmaModel(config, dtype=dtype, device=device, kv_plan=plan, is_deterministic=is_deterministic)

@@ -207,6 +207,14 @@ def test_a_config_of_another_size_names_the_tensors(tmp_path):
         _load(folder)
 
 
+def test_quantised_weights_are_refused_by_method(tmp_path):
+    folder = copy_of("gemma4-dense", tmp_path / "m")
+    quantization = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    edit_json(folder / "config.json", lambda config: config.update(quantization))
+    with pytest.raises(CheckpointError, match=r"quantised weights \(compressed-tensors\)"):
+        _load(folder)
+
+
 def test_a_drafter_cannot_be_loaded_as_a_model():
     with pytest.raises(CheckpointError, match="is a drafter"):
         _load(FIXTURES / "gemma4-drafter")

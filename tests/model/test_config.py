@@ -1,10 +1,13 @@
 """A config read wrongly runs the wrong model without an error: heads, windows and rotary settings have to be exact."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gewell.config import Family, LayerKind, ModelConfig
 from gewell.errors import CheckpointError, ConfigError
@@ -167,6 +170,10 @@ def _with(name: str, **text: Any) -> dict[str, Any]:
         (_with("gemma4-dense", num_attention_heads=3), "num_attention_heads"),
         (_with("gemma4-dense", head_dim=255), "head_dim"),
         (_with("gemma4-dense", attention_bias=True), "attention_bias"),
+        (_with("gemma4-dense", num_hidden_layers=10**9), "num_hidden_layers"),
+        (_with("gemma4-dense", layer_types=[["full_attention"]] * 4), "layer_types"),
+        (_with("gemma4-dense", sliding_window=1), "sliding_window"),
+        (_with("gemma4-dense", per_layer_config={"1": {"sliding_window": 8}}), "sliding_window"),
         (_with("gemma4-dense", attention_k_eq_v="yes"), "attention_k_eq_v"),
         (_with("gemma4-dense", hidden_activation="silu"), "hidden_activation"),
         (_with("gemma4-dense", use_bidirectional_attention="all"), "use_bidirectional_attention"),
@@ -194,3 +201,22 @@ def test_a_damaged_config_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
         ModelConfig.from_dir(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+TEXT_FIELDS = sorted({*_fixture("gemma4-dense")["text_config"], "per_layer_config", "query_pre_attn_scalar"})
+
+
+@given(name=st.sampled_from(["gemma4-dense", "gemma4-moe", "gemma4-edge", "gemma3-text"]), data=st.data())
+def test_any_damage_is_read_or_refused_by_name(name, data):
+    config = _fixture(name)
+    text = config.get("text_config", config)
+    field = data.draw(st.sampled_from(TEXT_FIELDS))
+    text[field] = data.draw(JSON)
+    with contextlib.suppress(ConfigError):
+        read = ModelConfig.from_dict(config)
+        assert read.num_layers == len(read.layers) > 0

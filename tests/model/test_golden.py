@@ -18,6 +18,7 @@ from gewell.config import LayerKind, ModelConfig
 from gewell.engine.findings import Verification
 from gewell.engine.golden import GoldenFolder
 from gewell.engine.verify import verify
+from gewell.errors import ConfigError
 from gewell.model.kv_plan import plan_kv
 from tests.model.golden_folders import FIXTURES, TEXT_FOLDERS
 
@@ -155,8 +156,16 @@ def test_verify_prints_every_comparison_as_json():
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert report["is_ok"] is True
-    whats = {c["what"] for c in report["folders"][0]["comparisons"]}
-    assert {"logits", "greedy ids", "hidden.0", "key.3"} <= whats
+    comparisons = report["folders"][0]["comparisons"]
+    assert {(c["case"], c["way"]) for c in comparisons} == {("short", "whole")}
+    assert {"logits", "greedy ids", "hidden.0", "key.3"} <= {c["what"] for c in comparisons}
+
+
+@pytest.mark.parametrize("option", ["--case", "--way", "--layout"])
+def test_verify_refuses_a_name_that_it_does_not_know(option: str):
+    result = _run(str(FIXTURES / "gemma3-text"), option, "no-such")
+    assert isinstance(result.exception, ConfigError)
+    assert (result.exception.field, result.exception.value) == (option, "no-such")
 
 
 def test_verify_exits_1_when_a_weight_differs(tmp_path: Path):
