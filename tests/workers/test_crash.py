@@ -26,8 +26,8 @@ def test_killed_workers_stream_goes_on_where_it_stopped(harness: Harness, whole_
     follower = Follower(harness, "a")
     harness.submit("a", max_tokens=TOKENS)
     wait_for(lambda: harness.num_streamed("a") >= 10)
-    harness.start_worker()
     (first.kill_group if whole_group else first.kill)()
+    harness.start_worker()
     entries = follower.run()
     record = assert_whole(harness, "a")
     ids, texts = check_entries(entries)  # what the follower was shown: every token once, in order

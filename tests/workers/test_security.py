@@ -138,6 +138,10 @@ class TlsFront:
         self._started.set()
         await self._stop.wait()
         server.close()
+        pairs = asyncio.all_tasks() - {asyncio.current_task()}
+        for pair in pairs:
+            pair.cancel()
+        await asyncio.gather(*pairs, return_exceptions=True)
 
     async def _pair(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
