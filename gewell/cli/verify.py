@@ -32,7 +32,16 @@ def verify(
     from gewell.engine.verify import verify as run
 
     results = [
-        run(folder, model_dir=model, target_dir=target, dtype=getattr(torch, dtype), device=device)
+        run(
+            folder,
+            model_dir=model,
+            target_dir=target,
+            dtype=getattr(torch, dtype),
+            device=device,
+            only_cases=case,
+            only_ways=way,
+            only_layouts=layout,
+        )
         for folder in folders
     ]
     if as_json:
