@@ -6,7 +6,7 @@ lane share equally, by deficit round robin: whoever has its turn spends its allo
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 LANE_WEIGHTS: Mapping[str, int] = {"high": 8, "normal": 4, "low": 1}
 
@@ -45,7 +45,7 @@ class LaneClocks:
 @dataclass(slots=True)
 class _Turn:
     deficit: float = 0.0
-    has_turn: bool = field(default=False)  # its allowance of this round was already added
+    has_turn: bool = False  # its allowance of this round was already added
 
 
 class DeficitRoundRobin:

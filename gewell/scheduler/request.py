@@ -28,7 +28,7 @@ class RequestState:
     """
 
     request: EngineRequest
-    order: int  # arrival in this process; ties of the producer's clock
+    order: int  # arrival in this process, for entries of one millisecond
     tokens: "array[int]"  # typecode "i"
     num_prompt_tokens: int
     max_output_tokens: int  # of all epochs together, after the clamp to the context
@@ -65,7 +65,7 @@ class RequestState:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Submit order: the producer's clock, then arrival here."""
+        """Submit order: the server's clock, then arrival here."""
         return (self.request.enqueued_at_ms, self.order)
 
     @property

@@ -4,12 +4,13 @@ The order of choice: the lane by weight; in it the tenant by deficit round robin
 earliest deadline, and when none has a deadline the one with the longest warm prefix. Equal deadlines and equal warmth
 keep submit order. A tenant's oldest request can be overtaken `max_overtakes` times; then it goes first: nobody starves.
 
-Warmth is what the cache said when it was last asked. It is asked again when a request comes to the top of its heap, and
-for requests that `refresh` names, not for the whole window at every choice.
+Warmth is what the cache said when it was last asked. It is asked again when a request comes to the top of its heap, not
+for the whole window at every choice.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from gewell.scheduler.fairness import LANE_WEIGHTS, DeficitRoundRobin, LaneClocks
 from gewell.scheduler.request import RequestState
@@ -152,7 +153,7 @@ class Window:
     def choose(self) -> RequestState | None:
         """The request that should start next; it stays here. Repeated calls agree until something changes."""
         for lane in self._clocks.order():
-            tenant = self._turns[lane].choose(lambda tenant, lane=lane: self._price(lane, tenant))  # type: ignore[misc]
+            tenant = self._turns[lane].choose(partial(self._price, lane))
             if tenant is not None:
                 return self._queues[lane, tenant].best()
         return None
@@ -166,12 +167,6 @@ class Window:
     def remove(self, req: RequestState) -> None:
         """The request leaves without starting (cancelled, or set aside); nobody pays."""
         self._take_out(req, is_started=False)
-
-    def refresh(self, requests: Iterable[RequestState]) -> None:
-        """Ask the cache about these again: something they may share was retained."""
-        for req in requests:
-            if self._requests.get(req.request_id) is req and req.request.deadline_ms is None:
-                self._queues[req.request.lane, req.request.tenant].warm(req)
 
     def _price(self, lane: str, tenant: str) -> float:
         return self._queues[lane, tenant].best().cost
