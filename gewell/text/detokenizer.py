@@ -29,8 +29,3 @@ class Detokenizer:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether bytes wait for the rest of their character."""
-        return bool(self._decoder.getstate()[0])

@@ -39,9 +39,7 @@ class RepetitionDetector:
         self._recent = np.full(2 * limits.max_period, -1, dtype=np.int64)  # the last max_period ids end at _end
         self._end = limits.max_period
         self._periods = np.arange(1, limits.max_period + 1)
-        self._matches = np.zeros(
-            limits.max_period, dtype=np.int64
-        )  # how long every id has equalled the one p before it
+        self._matches = np.zeros(limits.max_period, dtype=np.int64)  # [p - 1]: ids in a row equal to the one p before
         self._wanted = np.maximum(limits.min_tokens, limits.min_repeats * self._periods) - self._periods
         self._num_whitespace = 0
 

@@ -6,7 +6,6 @@ Two readers of a vocabulary share one protocol: `HFTokenizer` (a `tokenizer.json
 
 import json
 import re
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -216,18 +215,3 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-
-class TokenizerCache:
-    """One loaded tokenizer per folder: a vocabulary of 262144 tokens takes a second and 200 MB to read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loaded: dict[Path, Tokenizer] = {}
-
-    def get(self, model_dir: Path) -> Tokenizer:
-        key = model_dir.resolve()
-        with self._lock:
-            if key not in self._loaded:
-                self._loaded[key] = load_tokenizer(key)
-            return self._loaded[key]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gewell.errors import CheckpointError
-from gewell.text.tokenizer import ByteTokenizer, HFTokenizer, TokenizerCache, load_tokenizer
+from gewell.text.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 from gewell.text.vocabulary import derive_merges
 
 VECTORS = Path(__file__).parents[1] / "fixtures" / "text"
@@ -93,12 +93,6 @@ def test_damaged_tokenizer_file_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
-
-
-def test_cache_loads_a_folder_once(gemma4: HFTokenizer, tmp_path: Path) -> None:
-    gemma4.save(tmp_path / "tokenizer.json")
-    cache = TokenizerCache()
-    assert cache.get(tmp_path) is cache.get(tmp_path / "." / "")
 
 
 def test_derived_merges_rank_by_score_and_then_longest_part_first() -> None:
