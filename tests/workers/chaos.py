@@ -509,7 +509,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--producers", type=int, default=2)
     parser.add_argument("--followers", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=40.0, help="jobs a second")
+    parser.add_argument("--rate", type=float, default=60.0, help="jobs a second")
     parser.add_argument("--persistence", choices=["always", "everysec"], default="everysec")
     parser.add_argument("--binary", default=None, help="another server than the embedded Valkey")
     parser.add_argument("--timeout-s", type=float, default=900.0)

@@ -220,3 +220,44 @@ def test_orphaned_output_process_leaves(tmp_path: Path):
         return True
 
     wait_for(lambda: all(is_gone(pid) for pid in children), what="the output process leaves")
+
+
+def test_orphan_whose_loop_does_not_run_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    """A process that spins would never see that its worker is gone; a thread beside the loop does."""
+    from gewell_workers import output
+
+    left: list[int] = []
+    parents = iter([7, 7, 1])
+
+    def leave(code: int) -> None:
+        left.append(code)
+
+    monkeypatch.setattr(output.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(output.os, "_exit", leave)
+    monkeypatch.setattr(output.time, "sleep", lambda seconds: None)
+    output._leave_when_orphaned(7)
+    assert left == [1]
+
+
+def test_memory_is_bounded_while_the_server_is_stalled(own_server: EmbeddedServer, tmp_path: Path):
+    """The window bounds what is held: rows end, nothing new is pulled, and waiting costs nothing."""
+    import psutil
+    from harness import Harness
+
+    harness = Harness(own_server, "held", tmp_path)
+    try:
+        worker = harness.start_worker("--rows", "16")
+        for idx in range(600):
+            harness.submit(f"job-{idx}", max_tokens=200)
+        wait_for(lambda: harness.redis.exists(harness.keys.res("job-20")))
+        processes = [psutil.Process(worker.process.pid), *psutil.Process(worker.process.pid).children()]
+        own_server.pause()
+        time.sleep(3.0)
+        before = [process.memory_info().rss for process in processes]
+        time.sleep(4.0)
+        after = [process.memory_info().rss for process in processes]
+        own_server.resume()
+        assert all(late - early < 16 * 2**20 for early, late in zip(before, after, strict=True)), (before, after)
+        assert harness.result("job-599", timeout_s=60).state == State.DONE
+    finally:
+        harness.close()

@@ -6,9 +6,12 @@ outage of the server, and when the worker dies it still writes what it had been 
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -222,7 +225,20 @@ async def serve(link: socket.socket) -> None:
         log.warning("left with unwritten results: the server does not answer; another worker will do these jobs")
 
 
+def _leave_when_orphaned(parent_pid: int) -> None:
+    """The last resort, in a thread of its own: whatever the loop does, an orphan does not outlive its last words.
+
+    Nobody waits for what it still holds: another worker goes on with its jobs.
+    """
+    while os.getppid() == parent_pid:
+        time.sleep(1.0)
+    time.sleep(_LAST_WORDS_S + 2.0)
+    log.warning("an orphan that did not come to its end: leaving")
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=_leave_when_orphaned, args=(os.getppid(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the worker decides when we end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_logging()
