@@ -6,7 +6,6 @@ or with `strict` an error. A known field whose neglect would change the meaning 
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import orjson
 
 from gewell.errors import InvalidRequest
-from gewell.nesting import is_deeper_than
+from gewell.nesting import find_not_finite, is_deeper_than
 from gewell.protocol import (
     MAX_BODY_BYTES,
     MAX_BODY_DEPTH,
@@ -144,6 +143,15 @@ def parse_job(raw: bytes) -> Job:
         name = warnings[0].partition(":")[0]
         raise InvalidRequest(ErrorCode.UNKNOWN_FIELD, f"{name}: unknown field, and the job is strict", name)
     return replace(job, warnings=tuple(warnings)) if warnings else job
+
+
+def check_writable(body: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for what JSON would lose or refuse: orjson writes NaN as null, which means "not given"."""
+    _check_depth(body)
+    for name, value in body.items():
+        found = find_not_finite(value)
+        if found is not None:
+            _refuse(name + found[0], found[1], "a finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -598,11 +606,15 @@ def _load(raw: bytes) -> dict[str, Any]:
         raise InvalidRequest(ErrorCode.INVALID_JSON, f"body: not JSON: {error}", None) from None
     if not isinstance(body, dict):
         raise InvalidRequest(ErrorCode.INVALID_JSON, f"body: {type(body).__name__}, but an object is wanted", None)
+    _check_depth(body)
+    return body
+
+
+def _check_depth(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if is_deeper_than(value, MAX_BODY_DEPTH - 1):
-            limit = f"at most {MAX_BODY_DEPTH} lists and objects inside one another"
-            raise InvalidRequest(ErrorCode.INVALID_JSON, f"{name[:80]}: nested deeper than {limit}", name[:80])
-    return body
+            message = f"{name[:80]}: nested too deep, at most {MAX_BODY_DEPTH} lists and objects inside one another"
+            raise InvalidRequest(ErrorCode.INVALID_JSON, message, name[:80])
 
 
 def _refuse_not_finite(raw: bytes) -> None:
@@ -611,17 +623,8 @@ def _refuse_not_finite(raw: bytes) -> None:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         return
-    for path, value in _leaves(body, ""):
-        if isinstance(value, float) and not math.isfinite(value):
-            _refuse(path, value, "a finite number")
-
-
-def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [leaf for name, item in value.items() for leaf in _leaves(item, f"{path}.{name}" if path else name)]
-    if isinstance(value, list):
-        return [leaf for idx, item in enumerate(value) for leaf in _leaves(item, f"{path}[{idx}]")]
-    return [(path, value)]
+    if isinstance(body, dict):
+        check_writable(body)
 
 
 def _check_number(path: str, value: Any, low: float, high: float, *, open_low: bool) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from gewell.errors import InvalidRequest
-from gewell.job import parse_job
+from gewell.job import check_writable, parse_job
 from gewell.protocol import MAX_BODY_BYTES, ErrorCode, Lane, check_id, job_entry
 
 
@@ -76,7 +76,7 @@ class Job:
         return cls(**{"request": {}, **known, **own}, extra=rest)
 
     def body(self) -> bytes:
-        """The body's JSON; fields left alone are not in it. Raises InvalidRequest when it is too large or not JSON."""
+        """The body's JSON; fields left alone are not in it. Raises InvalidRequest for what JSON cannot carry."""
         conversation = None if self.conversation is None else {"id": self.conversation}
         body = {
             "kind": self.kind,
@@ -95,6 +95,7 @@ class Job:
             "traceparent": self.traceparent,
             **self.extra,
         }
+        check_writable(body)
         try:
             raw = orjson.dumps({name: value for name, value in body.items() if value is not None})
         except TypeError as error:

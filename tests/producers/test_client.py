@@ -327,6 +327,33 @@ def test_unreachable_server_is_named_without_its_password():
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"temperature": "VALUE"}, "request.temperature"),
+        ({"logit_bias": {"7": "VALUE"}}, "request.logit_bias.7"),
+        ({"job": {"metadata": [1, ("VALUE",)]}}, "metadata[1][0]"),
+    ],
+)
+def test_what_is_no_number_is_refused_and_not_sent_as_not_given(fields: dict, path: str, value: float):
+    def put(item):
+        if isinstance(item, dict):
+            return {name: put(inner) for name, inner in item.items()}
+        return type(item)(map(put, item)) if isinstance(item, list | tuple) else value if item == "VALUE" else item
+
+    with pytest.raises(InvalidRequest) as caught:
+        Job.completion("hi", **put(fields)).body()
+    assert caught.value.field == path
+
+
+def test_body_that_contains_itself_or_is_nested_too_deep_is_refused():
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(InvalidRequest, match="metadata: nested too deep"):
+        Job.completion("hi", job={"metadata": loop}).body()
+
+
 @pytest.mark.parametrize(
     "url", ["redis://:secret@127.0.0.1:99999/0", "redis://:secret@127.0.0.1:port/0", "http://:secret@127.0.0.1/0"]
 )

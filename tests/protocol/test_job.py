@@ -301,3 +301,9 @@ def test_nesting_up_to_the_limit_is_taken():
     raw = json.dumps({"kind": "completion", "request": {"prompt": "hi"}, "metadata": nested}).encode()
     assert parse_job(raw).metadata == nested
     assert read_envelope(raw).metadata == nested
+
+
+@pytest.mark.parametrize("depth", [90, 400, 900])
+def test_no_number_deep_inside_is_refused_whatever_the_depth(depth: int):
+    raw = '{"kind":"completion","request":{"prompt":"hi","user":' + "[" * depth + "NaN" + "]" * depth + "}}"
+    assert refusal(raw.encode()).code in (ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_JSON)
