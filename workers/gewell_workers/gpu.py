@@ -15,14 +15,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gewell.engine.api import Engine, Event, FinishedEvent
-from gewell.errors import QueueError
 from gewell.protocol import CANCEL_STREAM_TTL_S, CTL_STREAM_TTL_S, ControlVerb, Lane, WorkerField
-from gewell.text.chat import ChatRenderer
 from gewell_workers.cancel import Cancel, CancelLog, hits_held, hits_waiting, parse_cancel, set_markers
 from gewell_workers.claim import Taken
 from gewell_workers.clock import ServerClock
@@ -32,12 +30,12 @@ from gewell_workers.finish import Outcome
 from gewell_workers.ingest import Ingest
 from gewell_workers.jobs import JobTable, ParkedJob
 from gewell_workers.lanes import LaneReader, entries_of
-from gewell_workers.lease import Lease
-from gewell_workers.output_link import OutputLink
-from gewell_workers.prepare import Preparer, load_renderer
+from gewell_workers.lease import Lease, engine_fields
+from gewell_workers.prepare import Preparer
 from gewell_workers.probation import Probation, Suspect
-from gewell_workers.resp import Argument, Client, LinkLost, Reply, ReplyError, describe, pack, raise_error
-from gewell_workers.server_check import check_server, publish_info
+from gewell_workers.resp import Argument, Client, LinkLost, Reply, ReplyError, pack, raise_error
+from gewell_workers.server_check import publish_info
+from gewell_workers.startup import Parts, make_parts
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class Worker:
     def __init__(
         self,
         config: WorkerConfig,
-        parts: "Parts",
+        parts: Parts,
         *,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
@@ -433,8 +431,8 @@ class Worker:
             self.drain()  # an old drain was meant for an old process
 
     def _heartbeat(self) -> dict[WorkerField, Argument]:
-        stats, table = self._engine.engine.stats(), self._table
         status = "draining" if self._is_draining else "paused" if len(self._paused) == len(Lane) else "ready"
+        table = self._table
         return {
             WorkerField.MODEL: self._info.model,
             WorkerField.FINGERPRINT: self._info.fingerprint,
@@ -446,17 +444,7 @@ class Worker:
             WorkerField.NUM_JOBS: len(table.held),
             WorkerField.NUM_PARKED: len(table.parked),
             WorkerField.NUM_FINISHED: table.num_finished,
-            WorkerField.NUM_RUNNING: stats.num_running,
-            WorkerField.NUM_WAITING: stats.num_waiting,
-            WorkerField.MEAN_DECODE_ROWS: round(stats.decode_rows_sum / max(1, stats.num_decode_steps), 3),
-            WorkerField.PROMPT_TOKENS: stats.prompt_tokens,
-            WorkerField.CACHED_TOKENS: stats.cached_tokens,
-            WorkerField.COMPUTED_TOKENS: stats.computed_tokens,
-            WorkerField.GENERATED_TOKENS: stats.generated_tokens,
-            WorkerField.NUM_PREEMPTIONS: stats.num_preemptions,
-            WorkerField.NUM_PAGES: stats.num_pages,
-            WorkerField.NUM_FREE_PAGES: stats.num_free_pages,
-            WorkerField.NUM_CHECKPOINTS: stats.num_checkpoints,
+            **engine_fields(self._engine.engine.stats()),
         }
 
     def _check_progress(self) -> None:
@@ -478,68 +466,6 @@ def _text_fields(flat: list[bytes]) -> dict[str, str]:
     return {
         name.decode(errors="replace"): value.decode(errors="replace")
         for name, value in zip(flat[::2], flat[1::2], strict=False)
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What takes long to make, made side by side."""
-
-    engine: Engine
-    chat: ChatRenderer
-    output: OutputLink
-    promise: str  # of the server's persistence
-
-
-async def make_parts(config: WorkerConfig, make_engine: Callable[[], Engine], model_dir: Path | None) -> Parts:
-    """Reach the server first, then load weights, tokenizers and output process at the same time.
-
-    Raises QueueError when there is no usable server and `wait_for_redis` is off.
-    """
-    promise = await _reach_server(config)
-    output = OutputLink()
-    engine, chat, _ = await asyncio.gather(
-        asyncio.to_thread(make_engine),
-        asyncio.to_thread(load_renderer, model_dir),
-        output.start(_output_setup(config, model_dir)),
-    )
-    return Parts(engine=engine, chat=chat, output=output, promise=promise)
-
-
-# Replies of a server that will serve later; any other, such as a wrong password, is not mended by asking again.
-_LATER = ("LOADING", "MASTERDOWN", "ERR max number of clients")
-
-
-async def _reach_server(config: WorkerConfig) -> str:
-    """Until the server is there and has read its data; returns its promise."""
-    client = Client(config.redis_url, name=f"{config.worker_id}.start", timeout_s=config.redis_timeout_s)
-    delay_s, said = 0.05, False
-    while True:
-        try:
-            await client.connect()
-            promise = await check_server(client, config.redis_url)
-            client.close()
-            return promise
-        except (LinkLost, ReplyError) as error:
-            is_refusal = isinstance(error, ReplyError) and not str(error).startswith(_LATER)
-            if is_refusal or not config.wait_for_redis:
-                raise QueueError(f"{describe(config.redis_url)} cannot be used: {error}") from error
-            if not said:
-                log.warning("%s; trying again", error)
-                said = True
-        await asyncio.sleep(delay_s)
-        delay_s = min(2 * delay_s, 2.0)
-
-
-def _output_setup(config: WorkerConfig, model_dir: Path | None) -> dict[str, Any]:
-    return {
-        "redis_url": config.redis_url,
-        "redis_timeout_s": config.redis_timeout_s,
-        "ns": config.ns,
-        "worker_id": config.worker_id,
-        "model_dir": None if model_dir is None else str(model_dir),
-        "flush_s": config.flush_s,
-        "flush_tokens": config.flush_tokens,
     }
 
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 
+from gewell.engine.api import EngineStats
 from gewell.protocol import GROUP, HANDBACK_CONSUMER, Keys, Lane, WorkerField
 from gewell_workers.claim import Taken
 from gewell_workers.lanes import entries_of
@@ -120,3 +121,20 @@ class Lease:
                 return []
             raise
         return [row[0].decode() for row in rows]
+
+
+def engine_fields(stats: EngineStats) -> dict[WorkerField, Argument]:
+    """The engine's part of a heartbeat."""
+    return {
+        WorkerField.NUM_RUNNING: stats.num_running,
+        WorkerField.NUM_WAITING: stats.num_waiting,
+        WorkerField.MEAN_DECODE_ROWS: round(stats.decode_rows_sum / max(1, stats.num_decode_steps), 3),
+        WorkerField.PROMPT_TOKENS: stats.prompt_tokens,
+        WorkerField.CACHED_TOKENS: stats.cached_tokens,
+        WorkerField.COMPUTED_TOKENS: stats.computed_tokens,
+        WorkerField.GENERATED_TOKENS: stats.generated_tokens,
+        WorkerField.NUM_PREEMPTIONS: stats.num_preemptions,
+        WorkerField.NUM_PAGES: stats.num_pages,
+        WorkerField.NUM_FREE_PAGES: stats.num_free_pages,
+        WorkerField.NUM_CHECKPOINTS: stats.num_checkpoints,
+    }

@@ -33,7 +33,7 @@ class Prompt:
 def load_renderer(model_dir: Path | None) -> ChatRenderer:
     """Tokenizer and templates of a model folder. None: no files; ids are bytes (the scripted engine)."""
     tokenizer: Tokenizer = ByteTokenizer() if model_dir is None else load_tokenizer(model_dir)
-    return load_chat(model_dir or Path(), tokenizer)
+    return load_chat(model_dir, tokenizer)
 
 
 class Preparer:
