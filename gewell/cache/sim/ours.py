@@ -8,7 +8,7 @@ from gewell.cache.geometry import KVGeometry
 from gewell.cache.page_pool import PagePool
 from gewell.cache.policy import ReusePolicy
 from gewell.cache.prefix_cache import PrefixCache
-from gewell.cache.sequence_pages import HOLE, ResumePoint, SequencePages
+from gewell.cache.sequence_pages import ResumePoint, SequencePages
 from gewell.cache.sim.trace import Job, SegmentTokens
 from gewell.request import CacheHints, EngineRequest
 from gewell.sampling import SamplingParams
@@ -64,8 +64,6 @@ class GewellStore:
             self.pool, self.geometry, policy=policy, num_host_pages=int(host_bytes // self.geometry.page_bytes)
         )
         self._running_limit = int(gpu_bytes * running_share // self.geometry.page_bytes)
-        self._num_running_pages = 0
-        self._running_refs = array("i", bytes(4 * self.pool.num_pages))
         self._sequences: dict[str, SequencePages] = {}
         self._tokens = SegmentTokens()
         self._use_expect = use_expect
@@ -111,7 +109,6 @@ class GewellStore:
         sequence.trim()
         self._grow(sequence, job.out)
         sequence.trim()
-        self._count_running(sequence, 1)
         self._sequences[job.job_id] = sequence
         return match.position, job.job_id in self._from_host
 
@@ -119,11 +116,12 @@ class GewellStore:
         """Would the running jobs and this one stay within their share of the pool?"""
         num_shared = 0
         if point is not None and self.geometry.full is not None:
-            refs = self._running_refs
             num_whole = point.position // self.geometry.full.page_tokens
-            num_shared = sum(refs[page] > 0 for page in point.full_pages[:num_whole])
+            num_shared = num_whole - sum(map(self.pool.is_evictable, point.full_pages[:num_whole]))
         num_pages = self.geometry.num_pages(job.prompt + job.out)
-        return self._num_running_pages + num_pages - num_shared <= self._running_limit
+        pool = self.pool
+        num_running = pool.num_pages - pool.num_free_pages - pool.num_evictable_pages
+        return num_running + num_pages - num_shared <= self._running_limit
 
     def _grow(self, sequence: SequencePages, num_tokens: int, positions: Sequence[int] = ()) -> None:
         if not num_tokens:
@@ -134,19 +132,9 @@ class GewellStore:
         if not sequence.reserve(num_tokens, positions):
             raise RuntimeError(f"{missing} pages are missing and cannot be evicted")
 
-    def _count_running(self, sequence: SequencePages, change: int) -> None:
-        refs = self._running_refs
-        for pages in (sequence.full_pages, sequence.sliding_pages):
-            for page in pages:
-                if page != HOLE:
-                    refs[page] += change
-                    if refs[page] == (change > 0):
-                        self._num_running_pages += change
-
     def finish(self, job: Job) -> None:
         sequence = self._sequences.pop(job.job_id)
         self._known.discard(job.job_id)
         self._from_host.discard(job.job_id)
-        self._count_running(sequence, -1)
         self.cache.finished(job.job_id, sequence, _Tokens(job.prompt, self._tokens.answer(job)))
         sequence.release()
