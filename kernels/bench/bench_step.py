@@ -232,10 +232,10 @@ def profile(run: Callable[[], Any]) -> dict[str, float]:
 
 def group_of(kernel: str) -> str:
     for part, group in (
-        ("_decode_plain", "attention plain"),
-        ("_decode_shared", "attention v_only"),
-        ("_prefill_plain", "attention plain"),
-        ("_prefill_shared", "attention v_only"),
+        ("decode_plain", "attention plain"),
+        ("decode_shared", "attention v_only"),
+        ("prefill_plain", "attention plain"),
+        ("prefill_shared", "attention v_only"),
         ("rotate_keys", "attention v_only"),
         ("join_parts", "attention join"),
         ("plan_decode", "attention plan"),

@@ -37,8 +37,3 @@ def check_aligned(name: str, tensor: Tensor, num_bytes: int = 16) -> None:
     """Vector loads of 16 bytes start at the tensor's first element and at every row."""
     if tensor.data_ptr() % num_bytes:
         raise ValueError(f"{name} starts {tensor.data_ptr() % num_bytes} bytes past a multiple of {num_bytes}")
-
-
-def check_same_device(name: str, tensor: Tensor, other: Tensor) -> None:
-    if tensor.device != other.device:
-        raise ValueError(f"{name} is on {tensor.device}, want {other.device}")

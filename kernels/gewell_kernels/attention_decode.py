@@ -179,7 +179,7 @@ def _zero_blind_rows(first_tiles_ptr, out_ptr, num_seqs, num_q_heads, BLOCK_G: t
 
 
 @triton.jit(do_not_specialize=["table_stride_s", "num_seqs"])
-def _decode_plain_kernel(
+def decode_plain_kernel(
     q_ptr,  # [num_seqs, query heads, HEAD_DIM] contiguous
     pages_ptr,
     page_table_ptr,
@@ -320,7 +320,7 @@ def load_turning(row_ptrs, valid, positions, rotary_ptr, w_a, w_b, dtype: tl.con
 
 
 @triton.jit(do_not_specialize=["table_stride_s", "num_seqs"])
-def _decode_shared_kernel(
+def decode_shared_kernel(
     q_ptr,  # [num_seqs, query heads, HEAD_DIM] contiguous, turning-first
     pages_ptr,
     page_table_ptr,

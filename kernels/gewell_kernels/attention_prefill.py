@@ -30,7 +30,7 @@ def _block_of_program(
 
 
 @triton.jit(do_not_specialize=["table_stride_s", "first_seq", "num_seqs"])
-def _prefill_plain_kernel(
+def prefill_plain_kernel(
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] contiguous
     k_new_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM] contiguous, likewise v_new; HAS_NEW
     v_new_ptr,
@@ -266,7 +266,7 @@ def _shared_tile(
 
 
 @triton.jit(do_not_specialize=["table_stride_s", "first_seq", "num_seqs", "max_keys"])
-def _prefill_shared_kernel(
+def prefill_shared_kernel(
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] contiguous, turning-first
     pages_ptr,
     page_table_ptr,

@@ -27,6 +27,5 @@ class AttentionBatch:
     max_q_len: int  # on the host: decode-only steps have 1
     max_kv_len: int  # on the host
     num_decode_seqs: int  # the first num_decode_seqs sequences have exactly one query each
-    first_tiles: "torch.Tensor | None" = (
-        None  # [num_decode_seqs + 1] int32, from ops.plan_attention; None: made per layer
-    )
+    # [num_decode_seqs + 1] int32, from ops.plan_attention; None: made in every layer anew
+    first_tiles: "torch.Tensor | None" = None

@@ -1,8 +1,8 @@
 """The ops that the model calls, one signature for every device.
 
 Each op is a story of its own beside this file: `<op>.py` is the Triton kernel and its wrapper, `cpu/<op>.py` the fast
-torch form that a CPU runs, `reference/<op>.py` a naive float64 form for tests. Here only the device is looked at;
-setting `GEWELL_FORCE_TRITON` is not supported: tests call the Triton wrappers directly, under Triton's interpreter.
+torch form that a CPU runs, `reference/<op>.py` a naive float64 form for tests. Here only the device is looked at: tests
+call the Triton wrappers directly, under Triton's interpreter.
 """
 
 from typing import TYPE_CHECKING

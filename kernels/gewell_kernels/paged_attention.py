@@ -22,12 +22,12 @@ from gewell_kernels._device import (
 )
 from gewell_kernels._tuning import tuned
 from gewell_kernels.attention_decode import (
-    _decode_plain_kernel,
-    _decode_shared_kernel,
+    decode_plain_kernel,
+    decode_shared_kernel,
     join_parts_kernel,
     plan_decode_kernel,
 )
-from gewell_kernels.attention_prefill import _prefill_plain_kernel, _prefill_shared_kernel, rotate_keys_kernel
+from gewell_kernels.attention_prefill import prefill_plain_kernel, prefill_shared_kernel, rotate_keys_kernel
 from gewell_kernels.batch import AttentionBatch
 from gewell_kernels.layout import KVLayout, LayerKV
 from gewell_kernels.rotary import rotary_table
@@ -202,11 +202,11 @@ def _decode(
     places = (batch.page_table, batch.table_start, batch.kv_lens, batch.first_tiles)
     sizes = (pages.stride(0), batch.page_table.stride(0), layer.layer_offset, num_seqs)
     if layer.layout is KVLayout.PLAIN:
-        _decode_plain_kernel[(num_programs,)](q, pages, *places, out, arrivals, part_acc, part_stat, *sizes, **common)
+        decode_plain_kernel[(num_programs,)](q, pages, *places, out, arrivals, part_acc, part_stat, *sizes, **common)
     else:
         v_only = layer.layout is KVLayout.V_ONLY
         rotary = rotary_table(layer, q.device, batch.max_kv_len, pages.dtype) if v_only else None
-        _decode_shared_kernel[(num_programs,)](
+        decode_shared_kernel[(num_programs,)](
             q, pages, *places, k_weight, rotary, out, arrivals, part_acc, part_stat, *sizes,
             NUM_LIVE=layer.num_live_pairs, V_ONLY=v_only, **common,
         )  # fmt: skip
@@ -263,7 +263,7 @@ def _prefill(
     sizes = (pages.stride(0), batch.page_table.stride(0), layer.layer_offset, first_seq, num_seqs)
     grid = (num_blocks, layer.num_kv_heads)
     if layer.layout is KVLayout.PLAIN:
-        _prefill_plain_kernel[grid](q, k_new, v_new, pages, *places, out, *sizes, HAS_NEW=k_new is not None, **common)
+        prefill_plain_kernel[grid](q, k_new, v_new, pages, *places, out, *sizes, HAS_NEW=k_new is not None, **common)
     else:
         keys, max_keys = "stored", 0
         rotary = rotated = None
@@ -278,7 +278,7 @@ def _prefill(
                     NUM_KV_HEADS=layer.num_kv_heads, HEAD_DIM=layer.head_dim, NUM_LIVE=layer.num_live_pairs,
                     PAGE_TOKENS=layer.page_tokens, BLOCK_N=64, ONE_PAGE=layer.page_tokens % 64 == 0, num_warps=4,
                 )  # fmt: skip
-        _prefill_shared_kernel[grid](
+        prefill_shared_kernel[grid](
             q, pages, *places, k_weight, rotary, rotated, out, *sizes, max_keys,
             NUM_LIVE=layer.num_live_pairs, KEYS=keys, **common,
         )  # fmt: skip

@@ -49,12 +49,6 @@ def _ordered(x):
 
 
 @triton.jit
-def _float_of(ordered):
-    bits = ordered.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _middle(low, high):
     """Upper middle of int64 bounds: a search that keeps `low` true ends at the largest true value."""
     return high - (high - low) // 2
