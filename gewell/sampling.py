@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Values are checked where a job is parsed (`gewell.protocol`), not here.
+    """How tokens are drawn. Values are checked where a job is parsed (`gewell.job`), not here.
 
     Filters act in the order temperature, top_k, top_p, min_p, on float32 logits after the soft-cap.
     The draw is Gumbel-argmax with counter-based noise keyed by (seed, position, token id): the same
