@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PRIORITY_FACTOR = {"low": 0.5, "normal": 1.0, "high": 1.25}
 RARE = (0.02, 4096.0)  # probability and distance of a reuse that nothing speaks for: an edit, a prompt sent again
 ENDED = (0.05, 4096.0)  # a conversation that announced each return so far, and did not announce this one
+PROMPT_TICKS = 8  # a next turn that shows up within so many ticks of the last one's end was there all along
 _NUM_BUCKETS = 24
 
 
@@ -177,9 +178,11 @@ class ReusePolicy:
         """How much of the lowest value held a new tail must reach to be taken at all, 0 .. 0.8.
 
         Where nearly all tails are evicted before they are of use (many conversations taking turns in a small pool),
-        taking each new one only pushes out others shortly before their return.
+        taking each new one only pushes out others shortly before their return. Not so where the next turn shows up
+        as soon as a turn has ended: then it is soon known which to keep.
         """
-        return 0.8 * min(1.0, max(0.0, (0.3 - self.tail_survival) / 0.15))
+        rarely_used = min(1.0, max(0.0, (0.3 - self.tail_survival) / 0.15))
+        return 0.8 * rarely_used * self.show_delays.survival(PROMPT_TICKS)
 
     def value(self, checkpoint: "Checkpoint", num_pages: int, wait: int | None, told_wait: float | None) -> float:
         """Seconds saved per page and tick.

@@ -77,6 +77,12 @@ def test_strictness_rises_where_tails_rarely_live_to_be_used():
     for _ in range(1000):
         policy.tail_ended(was_used=False)
     assert policy.strictness == pytest.approx(0.8)
+    for _ in range(100):
+        policy.show_delays.add(0)  # next turns show up at once: one soon knows which tails to keep
+    assert policy.strictness < 0.05
+    for _ in range(1000):
+        policy.show_delays.add(60)
+    assert policy.strictness > 0.7
     for _ in range(1000):
         policy.tail_ended(was_used=True)
     assert policy.strictness == 0
