@@ -66,10 +66,6 @@ class StreamReader:
         """Inclusive start of the next XRANGE. Its first row must be `last`: otherwise the stream was replaced."""
         return "-" if self.last is None else str(self.last)
 
-    @property
-    def num_delivered_ids(self) -> int:
-        return len(self._ids)
-
     def message(self, raw: bytes | str) -> Sequence[Delivery] | None:
         """Take a published message. None: entries are missing before it, read the range."""
         head, _, payload = (raw if isinstance(raw, bytes) else raw.encode()).partition(b" ")

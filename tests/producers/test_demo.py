@@ -56,6 +56,8 @@ def test_demo_on_the_shipped_model_repairs_every_record(capfd):
 
 @pytest.mark.redis
 def test_demo_fails_when_too_little_was_reused(capfd, monkeypatch):
+    monkeypatch.setenv("GEWELL_NAMESPACE", "somebody-elses")
+    monkeypatch.setenv("GEWELL_REDIS", "redis://127.0.0.1:1")
     monkeypatch.setattr(demo, "LEAST_REUSE", 1.01)
     assert run(["demo", "--model", "scripted", "--plain", "--conversations", "2", "--turns", "2"]) == 1
     assert "of the reusable prompt tokens were reused, 101% is expected" in capfd.readouterr().err

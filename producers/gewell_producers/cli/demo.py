@@ -21,7 +21,7 @@ from gewell.text.chat import load_chat
 from gewell.text.tokenizer import ByteTokenizer, load_tokenizer
 from gewell_producers.async_client import AsyncClient
 from gewell_producers.demo.loop import Loop
-from gewell_producers.demo.processes import server_and_worker
+from gewell_producers.demo.processes import NAMESPACE, server_and_worker
 from gewell_producers.demo.records import Records
 from gewell_producers.demo.scene import Play
 from gewell_producers.demo.stories import Stories
@@ -75,7 +75,7 @@ async def _run(
     url: str, play: Play, view: LineView | LiveView, conversations: int, turns: int
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Run the loop; returns the table's rows and what was not as it should be."""
-    async with AsyncClient(url, namespace="gewell") as client:
+    async with AsyncClient(url, namespace=NAMESPACE) as client:
         loop = Loop(client, play, view)
         started_s = time.monotonic()
         await loop.run(conversations, turns)

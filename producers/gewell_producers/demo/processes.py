@@ -12,6 +12,7 @@ from gewell.embedded import EmbeddedServer
 from gewell.errors import QueueError
 from gewell_producers.client import Client
 
+NAMESPACE = "gewell"  # named outright: the caller's GEWELL_NAMESPACE is not for us
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 40.0  # above the worker's own grace period
 
@@ -37,7 +38,7 @@ def server_and_worker(model: str, *, rows: int | None = None, options: Sequence[
 @contextlib.contextmanager
 def _worker(url: str, model: str, folder: Path, rows: int | None, options: Sequence[str]) -> Iterator[None]:
     log = folder / "worker.log"
-    command = [sys.executable, "-m", "gewell_workers", "--redis", url, "--model", model, *options]
+    command = [sys.executable, "-m", "gewell_workers", "--redis", url, "--ns", NAMESPACE, "--model", model, *options]
     if rows is not None:
         command += ["--rows", str(rows)]
     with log.open("wb") as sink:
@@ -54,7 +55,7 @@ def _worker(url: str, model: str, folder: Path, rows: int | None, options: Seque
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
-    with Client(url, namespace="gewell") as client:
+    with Client(url, namespace=NAMESPACE) as client:
         while not client.workers():
             if process.poll() is not None:
                 raise WorkerFailed(f"the worker ended with code {process.returncode}; its log ends:\n{_tail(log)}")
