@@ -7,7 +7,7 @@ from chaos import make_parser, run
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(170)]
 
-SHORT = ["--jobs", "300", "--faults", "25", "--seed", "11"]
+SHORT = ["--jobs", "240", "--faults", "20", "--seed", "11"]
 
 
 @pytest.mark.parametrize("persistence", ["always", "everysec"])
