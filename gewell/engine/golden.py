@@ -64,13 +64,10 @@ class Case:
         reference = self.about.get("bf16_reference")
         return float(reference["mean_abs"]) if reference else None
 
-    def logit_difference(self, position: int, logits: Tensor) -> float:
-        """Largest distance of rows [n, vocab] for positions [position, position + n); NaN counts as infinite."""
-        return self.logit_gap(position, logits).largest
-
     def logit_gap(self, position: int, logits: Tensor) -> "Gap":
         """Distance of rows [n, vocab] for positions [position, position + n) from whatever golden logits there are.
 
+        NaN counts as infinitely far.
         Some folders keep all logits, others the best few of each position and the logarithm of the sum.
         """
         gap = Gap()
