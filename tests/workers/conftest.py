@@ -1,9 +1,11 @@
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakeredis import TcpFakeServer
 
 sys.path.insert(0, str(Path(__file__).parent))  # harness.py
 
@@ -19,6 +21,35 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
     """A real Valkey for all tests that do not disturb the server itself."""
     with EmbeddedServer(tmp_path_factory.mktemp("valkey"), persistence=Persistence.NONE) as running:
         yield running
+
+
+class FakeServer:
+    """fakeredis behind a socket: no process, no files, enough for the commands of one connection at a time."""
+
+    def __init__(self) -> None:
+        self._server = TcpFakeServer(("127.0.0.1", 0), server_type="valkey")
+        self.url = f"redis://127.0.0.1:{self._server.server_address[1]}/0"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+@pytest.fixture(params=["valkey", "fakeredis"])
+def any_harness(request: pytest.FixtureRequest, server: EmbeddedServer, tmp_path: Path) -> Iterator[Harness]:
+    """A namespace on the real server, and the same on fakeredis: two readings of what a command means."""
+    fake = FakeServer() if request.param == "fakeredis" else None
+    made = Harness(fake or server, f"t{next(_namespaces)}", tmp_path)
+    yield made
+    made.close()
+    if fake is not None:
+        fake.close()
 
 
 @pytest.fixture
