@@ -155,3 +155,25 @@ def test_garbage_in_the_workers_own_keys_ends_that_job_alone(harness: Harness):
         assert harness.check_stream(job_id).state == State.DONE
     assert worker.process.poll() is None
     harness.check_nothing_left()
+
+
+def test_no_text_of_a_request_gets_into_the_log(harness: Harness):
+    worker = harness.start_worker()
+    word = "canary"
+    bodies = [
+        completion(prompt=word),
+        completion(prompt=word, temperature=word),
+        completion(logit_bias={word: 1}),
+        completion(user={word: float("nan")}),
+        json.dumps({"kind": "completion", "request": {"prompt": word, word: 1}, "strict": True}),
+        json.dumps({"kind": word, "request": {}}),
+        chat({"role": word, "content": word}),
+        "{" + word,
+    ]
+    for idx, body in enumerate(bodies):
+        harness.submit_raw(f"quiet-{idx}", body)
+    for idx in range(len(bodies)):
+        harness.result(f"quiet-{idx}")
+    wait_for(lambda: worker.log.count('"event":"job"') == len(bodies))
+    assert word not in worker.log
+    assert "request.temperature" in worker.log  # the field itself is told

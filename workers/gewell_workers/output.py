@@ -173,12 +173,20 @@ def _log_job(stream: JobStream, outcome: Outcome, record: FinalRecord | None) ->
             "state": record.state,
             "finish_reason": record.finish_reason,
             "code": record.error.code if record.error else None,
-            "field": record.error.field if record.error else None,
+            "field": _field_told(record.error),
             "usage": record.usage.to_dict(),
             "timing": record.timing.to_dict(),
             "crashes": record.crashes,
         }
     log.info("%s", orjson.dumps(line).decode())
+
+
+def _field_told(error: ErrorInfo | None) -> str | None:
+    """The field at fault as far as its name is one of ours: an unknown field or a key inside one is the user's text."""
+    if error is None or error.field is None:
+        return None
+    parts = error.field.partition("[")[0].split(".")[:2]
+    return ".".join(parts[:-1] if error.code == ErrorCode.UNKNOWN_FIELD else parts) or None
 
 
 async def serve(link: socket.socket) -> None:
