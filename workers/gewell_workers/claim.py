@@ -24,7 +24,8 @@ from gewell.protocol import (
     State,
     parse_entry,
 )
-from gewell_workers.resp import Client, Reply, ReplyError, pack, raise_error
+from gewell_workers.job_text import add_tool_delta
+from gewell_workers.resp import Client, Reply, ReplyError, is_fenced, pack, raise_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +257,7 @@ async def _finish_claim(
     job_id, epoch = one.taken.job_id, one.epoch
     fence, standing, restart, old_fingerprint = answers[2], raise_error(answers[3]), answers[4], answers[5]
     if isinstance(fence, ReplyError):
-        if _OLD_ID not in str(fence):
+        if not is_fenced(fence):
             raise fence
         repaired = await _repair_epoch(client, keys, job_id, epoch)
         if repaired is None:
@@ -272,14 +273,11 @@ async def _finish_claim(
     if same_model:
         commands.append(pack("HSET", keys.job(job_id), JobField.FINGERPRINT, fingerprint))
     answer = (await client.batch(commands))[0]
-    if isinstance(answer, ReplyError) and _OLD_ID not in str(answer):
+    if isinstance(answer, ReplyError) and not is_fenced(answer):
         raise answer
     if not isinstance(answer, bytes):
         return None  # fenced already by somebody newer
     return Claim(epoch=epoch, kept=kept, same_model=same_model)
-
-
-_OLD_ID = "equal or smaller"  # in the server's refusal of an entry id below the stream's top
 
 
 async def _repair_epoch(client: Client, keys: Keys, job_id: str, epoch: int) -> int | None:
@@ -320,9 +318,4 @@ def _add(kept: Kept, chunk: Chunk) -> None:
         channel = chunk.channel.value
         kept.text[channel] = kept.text.get(channel, "") + chunk.text
         return
-    while len(kept.tools) <= chunk.tool.index:
-        kept.tools.append({"id": None, "name": None, "arguments": ""})
-    call = kept.tools[chunk.tool.index]
-    call["id"] = chunk.tool.id or call["id"]
-    call["name"] = chunk.tool.name or call["name"]
-    call["arguments"] += chunk.tool.arguments_delta
+    add_tool_delta(kept.tools, chunk.tool)

@@ -11,6 +11,7 @@ from gewell.protocol import (
     Channel,
     Chunk,
     EntryId,
+    ErrorCode,
     ErrorInfo,
     FinalRecord,
     Restart,
@@ -47,9 +48,9 @@ def ending_of(event: dict[str, Any], expired: bool) -> Ending:
     if reason == "cancelled":
         state = State.EXPIRED if expired else State.CANCELLED
         if expired:
-            error = ErrorInfo(code="deadline", message="deadline_ms passed while the job ran", retryable=True)
+            error = ErrorInfo(code=ErrorCode.DEADLINE, message="deadline_ms passed while the job ran", retryable=True)
     elif reason == "error" or code is not None:
-        code = code or "internal"
+        code = code or ErrorCode.INTERNAL
         state, reason = State.ERROR, "error"
         error = ErrorInfo(code=code, message=event["error_message"] or "", retryable=code in RETRYABLE)
     miss = cache["miss_token"]

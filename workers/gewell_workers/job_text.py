@@ -98,7 +98,7 @@ class JobText:
                 if matched is not None:
                     self.stopped_at = self.num_ids
             if tool is not None:
-                self._add_tool(tool)
+                add_tool_delta(self.tool_calls, tool)
             elif text:
                 self._parts[channel].append(text)
             else:
@@ -111,13 +111,15 @@ class JobText:
             spans.append(Span(ids, Channel.CONTENT, ""))
         return spans
 
-    def _add_tool(self, delta: ToolDelta) -> None:
-        while len(self.tool_calls) <= delta.index:
-            self.tool_calls.append({"id": None, "name": None, "arguments": ""})
-        call = self.tool_calls[delta.index]
-        call["id"] = delta.id or call["id"]
-        call["name"] = delta.name or call["name"]
-        call["arguments"] += delta.arguments_delta
+
+def add_tool_delta(calls: list[dict[str, Any]], delta: ToolDelta) -> None:
+    """Add a piece of a tool call to the calls so far: {"id", "name", "arguments"}, by index."""
+    while len(calls) <= delta.index:
+        calls.append({"id": None, "name": None, "arguments": ""})
+    call = calls[delta.index]
+    call["id"] = delta.id or call["id"]
+    call["name"] = delta.name or call["name"]
+    call["arguments"] += delta.arguments_delta
 
 
 def merge(spans: Sequence[Span]) -> list[Span]:

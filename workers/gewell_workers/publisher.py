@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from gewell.protocol import EntryId, FinalRecord, JobField, Keys, State, event_message
 from gewell_workers.finish import Finish, Outcome, finish_jobs
 from gewell_workers.job_stream import JobStream, OutEntry
-from gewell_workers.resp import Client, LinkLost, Reply, ReplyError, pack, raise_error
+from gewell_workers.resp import Client, LinkLost, Reply, ReplyError, is_fenced, pack, raise_error
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Publisher:
                     messages += self._messages(stream, [stream.unacked.pop(0)])
                 elif reply is None:
                     await self._reopen_or_leave(stream)
-                elif "equal or smaller" in str(reply):
+                elif is_fenced(reply):
                     self._leave(stream, Outcome.FENCED)
                 else:
                     refused = reply

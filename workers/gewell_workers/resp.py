@@ -41,6 +41,11 @@ def raise_error(reply: Reply) -> Reply:
     return reply
 
 
+def is_fenced(reply: Reply) -> bool:
+    """Whether the server refused an entry because its id is not above the stream's top: a newer epoch writes there."""
+    return isinstance(reply, ReplyError) and "equal or smaller" in str(reply)
+
+
 class Link(asyncio.Protocol):
     """One connection. Batches may be sent before earlier ones are answered; replies come in the order of commands."""
 
