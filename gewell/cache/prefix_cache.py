@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gewell.cache.checkpoints import Checkpoint, CheckpointIndex, Kind, Waiting
+from gewell.cache.expectations import Expectations
 from gewell.cache.geometry import KVGeometry
 from gewell.cache.hints import HintBook
 from gewell.cache.page_pool import PagePool
+from gewell.cache.places import MIN_SHARED_TOKENS, own_places, shared_places
 from gewell.cache.policy import PRIORITY_FACTOR, Conversation, ReusePolicy
 from gewell.cache.prefix_tree import ImageRun, Node, PrefixTree, common_depth, encode_key
 from gewell.cache.retention import Retention, message_of
@@ -27,10 +29,7 @@ from gewell.cache.sequence_pages import ResumePoint, SequencePages
 from gewell.cache.tiers import Tier, Transfer
 from gewell.request import CacheAnswer, EngineRequest
 
-MIN_SHARED_TOKENS = 256  # below this a shared prefix is cheaper to compute than a window is to hold
-SPACED_FROM_TOKENS = 32_768  # prompts this long get checkpoints on the way, doubling apart
 MAX_CONVERSATIONS = 20_000
-MAX_ENDED_JOBS = 10_000  # ids of ended jobs that an `expect` may name
 
 
 class Match(NamedTuple):
@@ -121,8 +120,7 @@ class PrefixCache:
         self._orders: list[int] = []  # of waiting requests, ascending
         self._next_order = 0
         self._conversations: OrderedDict[tuple[str | None, str], Conversation] = OrderedDict()
-        self._expecting: dict[str, list[Conversation]] = {}
-        self._ended_jobs: OrderedDict[str, None] = OrderedDict()
+        self._expectations = Expectations()
 
     @property
     def index(self) -> CheckpointIndex:
@@ -167,7 +165,7 @@ class PrefixCache:
         self._dequeue(entry)
         if entry.num_starts and entry.conversation is not None:  # it was preempted
             self._leave_turn(entry, entry.conversation)
-        self._job_ended(request_id, entry.conversation)
+        self._expectations.job_ended(request_id, entry.conversation)
         self._forget(entry)
 
     def _enqueue(self, entry: _Entry, order: int) -> None:
@@ -201,7 +199,7 @@ class PrefixCache:
             conversation = self._conversations[key] = Conversation()
             if len(self._conversations) > MAX_CONVERSATIONS:
                 _, forgotten = self._conversations.popitem(last=False)
-                self._expect(forgotten, None)
+                self._expectations.tell(forgotten, None)
         else:
             self._conversations.move_to_end(key)
         return conversation
@@ -319,7 +317,7 @@ class PrefixCache:
         if is_first and entry.conversation is not None:
             entry.miss_token = _diverged_at(entry, entry.conversation)
             self.policy.turn_started(entry.conversation)
-            self._expect(entry.conversation, entry.request.cache.expect_after)
+            self._expectations.tell(entry.conversation, entry.request.cache.expect_after)
         plan = self._plan(entry, resumed)
         if entry.source is not None and resumed:
             self._used(entry, entry.source)
@@ -359,7 +357,8 @@ class PrefixCache:
             return {}
         length = entry.num_prompt_tokens
         asked = entry.hints.breakpoints(length, entry.images)
-        wanted = {**self._own_places(entry, resumed), **self._shared_places(entry), **dict.fromkeys(asked, Kind.SHARED)}
+        wanted = own_places(entry.request, resumed)
+        wanted |= shared_places(entry.request, entry.leaf) | dict.fromkeys(asked, Kind.SHARED)
         plan: dict[int, tuple[Node, Kind]] = {}
         for position, kind in wanted.items():
             if not resumed < position <= length or entry.is_inside_image(position):
@@ -367,41 +366,6 @@ class PrefixCache:
             if kind is Kind.SHARED or self._is_worth_taking(entry, kind, resumed, position):
                 plan[position] = (self.tree.node_at(entry.leaf, position), kind)
         return plan
-
-    def _own_places(self, entry: _Entry, resumed: int) -> dict[int, Kind]:
-        """For the conversation's next turn and for edits: stable ends, and on the way of a very long prompt."""
-        request, length = entry.request, entry.num_prompt_tokens
-        places: dict[int, Kind] = {}
-        if request.cache.one_off:
-            return places
-        if length >= SPACED_FROM_TOKENS:
-            step = SPACED_FROM_TOKENS // 2
-            while resumed + step < length:
-                places[resumed + step] = Kind.SPACED
-                step *= 2
-        # A prompt that the next turn repeats whole is followed by its answer: the end of that will be the tail.
-        whole = Kind.TAIL if request.sampling.max_tokens == 0 else Kind.SPACED
-        for position in request.stable_lengths or (length,):
-            places[position] = whole if position == length else Kind.TAIL
-        return places
-
-    def _shared_places(self, entry: _Entry) -> dict[int, Kind]:
-        """Where other prompts leave this one: system end, where it parts from what was seen, and from who waits."""
-        places: list[int] = list(entry.request.message_starts[1:2])
-        own, seen, fork = entry.request.conversation_id, None, None
-        for node in entry.leaf.path():
-            if fork is None and node.num_waiting:
-                fork = node
-            if node.seen:
-                seen = node
-                break
-        if seen is not None and (own is None or seen.owner != own):
-            places.append(seen.end)
-        if fork is None and seen is not None:
-            fork = next((node for node in seen.path() if node.num_waiting), None)
-        if fork is not None:
-            places.append(fork.end)
-        return {position: Kind.SHARED for position in places if position >= MIN_SHARED_TOKENS}
 
     def _is_worth_taking(self, entry: _Entry, kind: Kind, resumed: int, position: int) -> bool:
         """A tail replaces the one it was resumed from; where tails rarely live to be used, it must be worth that."""
@@ -532,7 +496,7 @@ class PrefixCache:
             self.policy.request_finished(self.policy.now - entry.started_at)
             if entry.is_cacheable:
                 self._end_turn(entry, sequence, ids, completed)
-        self._job_ended(request_id, entry.conversation)
+        self._expectations.job_ended(request_id, entry.conversation)
         if entry.request.cache.release and entry.conversation is not None:
             entry.hints.num_released = self._release(entry.conversation)
         answer = self._answer(entry)
@@ -592,28 +556,6 @@ class PrefixCache:
         )
 
     # ------------------------------------------------------------------------------------------------ expectations
-
-    def _expect(self, conversation: Conversation, expect_after: str | None) -> None:
-        """The conversation returns after that job; None: nothing is told (any more)."""
-        listed = self._expecting.get(conversation.expect_after or "")
-        if listed is not None and conversation in listed:
-            listed.remove(conversation)
-            if not listed:
-                del self._expecting[conversation.expect_after or ""]
-        conversation.expect_after = expect_after
-        conversation.is_due = expect_after is not None and expect_after in self._ended_jobs
-        if expect_after is not None:
-            conversation.has_expected = True
-            if not conversation.is_due:
-                self._expecting.setdefault(expect_after, []).append(conversation)
-
-    def _job_ended(self, job_id: str, own: Conversation | None) -> None:
-        for conversation in self._expecting.pop(job_id, ()):
-            # After its own turn only: that says that it returns, not when.
-            conversation.is_due = conversation is not own
-        self._ended_jobs[job_id] = None
-        if len(self._ended_jobs) > MAX_ENDED_JOBS:
-            self._ended_jobs.popitem(last=False)
 
     def _told_wait(self, conversation: Conversation) -> float | None:
         """Ticks until the job named by `expect` has ended and the turn after it starts; None: the job is not known."""

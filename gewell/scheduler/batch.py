@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from gewell.cache.geometry import KVGeometry
 from gewell.cache.page_pool import PagePool
-from gewell.cache.prefix_cache import MIN_SHARED_TOKENS
+from gewell.cache.places import MIN_SHARED_TOKENS
 from gewell.cache.sequence_pages import SequencePages, append_decode
 from gewell.errors import ConfigError
 from gewell.scheduler.lengths import OutputLengths
