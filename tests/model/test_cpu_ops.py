@@ -202,9 +202,10 @@ def test_the_gate_is_the_first_half(dtype):
     assert_close(gelu_mul(gate_up), gelu_reference.gelu_mul(gate_up), dtype)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 4, 8, 33, 64, 65, 130])
-def test_products_of_any_number_of_rows_agree(rows, dtype):
-    x, weight = torch.randn(rows, 128).to(dtype), torch.randn(300, 128).to(dtype)
+@pytest.mark.parametrize("out_features", [300, 17000])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 15, 16, 33, 64, 65, 130])
+def test_products_of_any_number_of_rows_agree(rows, out_features, dtype):
+    x, weight = torch.randn(rows, 128).to(dtype), torch.randn(out_features, 128).to(dtype)
     out = linear(x, weight)
     assert out.is_contiguous()
     assert_close(out, x.double() @ weight.double().T, dtype)
