@@ -345,6 +345,13 @@ class World:
         time.sleep(self.rng.uniform(0.1, 1.0))
         self.harness.redis.config_set("maxmemory", "0")
 
+    def num_behind(self, target: float) -> int:
+        """How many jobs are missing to so many finished ones. An entry lives until its job is finished."""
+        with contextlib.suppress(*LINK_ERRORS):
+            waiting = sum(self.harness.redis.xlen(self.keys.jobs(lane)) for lane in Lane)
+            return max(0, int(target) - (len(self.accepted()) - waiting))
+        return 0
+
     def num_finished(self) -> int:
         with contextlib.suppress(*LINK_ERRORS):
             return sum(1 for _ in self.harness.redis.scan_iter(f"{self.keys.ns}:res:*", count=5_000))
@@ -379,12 +386,13 @@ def run(args: argparse.Namespace) -> list[str]:
 
 
 def _inject(world: World) -> None:
-    """Faults in step with the work, so that the last ones hit running jobs too."""
+    """Faults in step with the jobs that end, so that a slow machine gets no more of them a job than a fast one."""
     args, deadline = world.args, time.monotonic() + world.args.timeout_s
     for idx in range(args.faults):
         target = args.jobs * idx / args.faults * 0.9
-        patience = time.monotonic() + 2.0
-        while len(world.accepted()) < target and time.monotonic() < min(patience, deadline):
+        patience = time.monotonic() + 15.0
+        while world.num_behind(target) and time.monotonic() < min(patience, deadline):
+            world.revive()
             time.sleep(0.05)
         world.revive()
         world.fault()

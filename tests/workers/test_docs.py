@@ -59,3 +59,13 @@ def test_body_of_the_page_is_accepted_without_a_warning():
 
     (body,) = blocks("json")
     assert parse_job(body.encode()).warnings == ()
+
+
+def test_tests_that_the_reliability_page_names_exist():
+    page = (PAGE.parent / "reliability.md").read_text()
+    here = {path.name: path.read_text() for path in Path(__file__).parent.glob("*.py")}
+    named = re.findall(r"(\w+\.py)`?(?:::)?(test_\w+)?", page)
+    assert len(named) > 20
+    for file_name, test_name in named:
+        assert file_name in here, file_name
+        assert f"def {test_name}" in here[file_name], f"{file_name}::{test_name}"
