@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Threads of CPU maths sleep at barriers: tests run beside servers and workers on few cores (see gewell/threads.py).
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo eval test check format test-gpu chaos bench clean
+.PHONY: setup demo eval test check format test-gpu test-clients chaos bench clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,12 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
+
+# Clients that nobody here wrote, in an environment of their own, against the gateway.
+test-clients: $(STAMP)
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet openai==3.57.0 litellm==1.110.2 langchain-openai==1.7.4 pytest
+	GEWELL_BIN=$(abspath $(BIN)/gewell) .venv-clients/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests/clients
 
 CHAOS ?= --jobs 20000 --faults 1000
 chaos: $(STAMP)
