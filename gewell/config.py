@@ -167,6 +167,11 @@ class ModelConfig:
         return cls.from_dict(config, _read_json(generation) if generation.is_file() else {})
 
     @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a `config.json` alone, whatever its name: the model's shape. Raises as `from_dir` does."""
+        return cls.from_dict(_read_json(path))
+
+    @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> Self:
         outer = _Fields(config, "config.json")
         family = _family(outer)

@@ -2,13 +2,18 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from gewell.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gewell.engine.capacity import Capacity
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|MB|GB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
@@ -37,7 +42,7 @@ def plan(
     if model.endswith(".json"):
         if not Path(model).is_file():
             raise ConfigError("model", model, "no such file")
-        config, weight_bytes = ModelConfig.from_dict(json.loads(Path(model).read_text())), None
+        config, weight_bytes = ModelConfig.from_file(Path(model)), None
     else:
         folder = model_path(model)
         config = ModelConfig.from_dir(folder)
@@ -50,33 +55,38 @@ def plan(
         kv_bytes=kv_bits // 8,
         full_layout=KVLayout(layout),
     )
+    longest = min(found.longest_alone, config.max_position_embeddings)
     lengths = [num for num in _LENGTHS if num <= config.max_position_embeddings]
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "weight_bytes": found.weight_bytes,
-                    "page_bytes": found.geometry.page_bytes,
-                    "num_pages": found.num_pages,
-                    "window_bytes": found.window_bytes,
-                    "longest_alone": min(found.longest_alone, config.max_position_embeddings),
-                    "rows": {str(num): found.rows(num) for num in lengths},
-                }
-            )
-        )
-        return
-    gib, geometry = 2**30, found.geometry
-    table = Table(title=f"{model} in {memory}", title_justify="left", show_header=False)
-    table.add_row("weights", f"{found.weight_bytes / gib:.1f} GiB")
+        typer.echo(json.dumps(_as_dict(found, longest, lengths)))
+    else:
+        Console().print(_table(f"{model} in {memory}", found, longest, lengths))
+
+
+def _as_dict(found: "Capacity", longest: int, lengths: Sequence[int]) -> dict[str, Any]:
+    return {
+        "weight_bytes": found.weight_bytes,
+        "page_bytes": found.geometry.page_bytes,
+        "num_pages": found.num_pages,
+        "window_bytes": found.window_bytes,
+        "longest_alone": longest,
+        "rows": {str(num): found.rows(num) for num in lengths},
+    }
+
+
+def _table(title: str, found: "Capacity", longest: int, lengths: Sequence[int]) -> Table:
+    geometry = found.geometry
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_row("weights", f"{found.weight_bytes / 2**30:.1f} GiB")
     table.add_row("KV pages", f"{found.num_pages:,} of {geometry.page_bytes / 2**20:.2f} MiB")
     for name, kind in (("sliding", geometry.sliding), ("full", geometry.full)):
         if kind is not None:
             table.add_row(f"a page of {name} layers holds", f"{kind.page_tokens} tokens of {kind.bytes_per_token:,} B")
     table.add_row("window of one running row", f"{found.window_bytes / 2**20:,.0f} MiB")
-    table.add_row("longest sequence alone", f"{min(found.longest_alone, config.max_position_embeddings):,} tokens")
+    table.add_row("longest sequence alone", f"{longest:,} tokens")
     for num in lengths:
         table.add_row(f"sequences of {num:,} tokens side by side", f"{found.rows(num):,}")
-    Console().print(table)
+    return table
 
 
 def _bytes(option: str, text: str) -> int:

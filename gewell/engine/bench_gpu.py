@@ -1,8 +1,8 @@
 """What `gewell bench gpu` measures: the real engine on random weights of a real model's shape.
 
-Workloads and names follow the published figures of other engines: `decode` and `decode2k` (step time as the difference
-of two runs, so that prefill drops out), `prefill` (time to the first token), `turns` (conversations that grow while
-one-off prompts pass by). Token ids are uniform in [1000, 200000), Python's `random.Random(0)`.
+Workloads: `decode` (step time as the difference of two runs, so that prefill drops out), `prefill` (time to the first
+token), `turns` (conversations that grow while one-off prompts pass by), `host` (the host's part of a decode step).
+Token ids are uniform in [1000, 200000), Python's `random.Random(0)`.
 """
 
 import json
@@ -40,7 +40,7 @@ class Outcome:
 class GpuBench:
     def __init__(self, config_path: Path, *, full_layout: KVLayout = KVLayout.V_ONLY, max_num_seqs: int = 256) -> None:
         start = time.perf_counter()
-        config = ModelConfig.from_dict(json.loads(config_path.read_text()))
+        config = ModelConfig.from_file(config_path)
         model = GemmaModel.random(config, dtype=torch.bfloat16, device="cuda", full_layout=full_layout)
         torch.cuda.synchronize()
         self.weights_s = time.perf_counter() - start
@@ -55,7 +55,7 @@ class GpuBench:
         self.engine: PagedEngine = assemble(model, options, name=config_path.stem, fingerprint="random")
         self.assemble_s = time.perf_counter() - start
         self._random = random.Random(0)
-        self._base = {
+        self.base = {
             "engine": "gewell",
             "shape": config_path.stem,
             "weights": "bf16",
@@ -105,7 +105,7 @@ class GpuBench:
         step_ms = min(times)
         name = "decode" if ctx <= 128 else f"decode{ctx // 1024}k"
         row = {"bench": name, "rows": rows, "ctx": ctx, "step_ms": step_ms, "tok_s": rows / step_ms * 1e3}
-        return self._base | row | {"repeats": repeats, "max": max(times)}
+        return self.base | row | {"repeats": repeats, "max": max(times)}
 
     def prefill(self, num_tokens: int, *, repeats: int = 2) -> dict[str, Any]:
         times = []
@@ -115,7 +115,7 @@ class GpuBench:
                 times.append(seconds)
         ttft = min(times)
         row = {"bench": "prefill", "rows": 1, "ctx": num_tokens, "ttft_ms": ttft * 1e3, "tok_s": num_tokens / ttft}
-        return self._base | row | {"repeats": repeats, "max": max(times) * 1e3}
+        return self.base | row | {"repeats": repeats, "max": max(times) * 1e3}
 
     def turns(self, *, conversations: int = 48, rounds: int = 9, one_offs: int = 8) -> dict[str, Any]:
         """Growing conversations, a third of them active in each round, with one-off prompts beside them."""
@@ -158,7 +158,7 @@ class GpuBench:
             "reusable": reusable / prompt_tokens,
             "reused_of_reusable": reused / max(1, reusable),
         }
-        return self._base | row
+        return self.base | row
 
     def host_times(self, rows: int, ctx: int = 128) -> dict[str, Any]:
         """Where the host's time of a decode step goes: planning, launching, taking in the results; median ms."""
@@ -188,7 +188,7 @@ class GpuBench:
             step_s.append(time.perf_counter() - start)
         scheduler.plan, runner.launch, runner.collect = plan, launch, collect  # type: ignore[method-assign]
         middle = {name: 1e3 * sorted(values)[len(values) // 2] for name, values in times.items()}
-        return self._base | {"bench": "host", "rows": rows, "step_ms": 1e3 * sorted(step_s)[len(step_s) // 2]} | middle
+        return self.base | {"bench": "host", "rows": rows, "step_ms": 1e3 * sorted(step_s)[len(step_s) // 2]} | middle
 
 
 def run(config_path: Path, parts: Sequence[str], *, progress: Progress = lambda line: None) -> list[dict[str, Any]]:
@@ -209,5 +209,5 @@ def run(config_path: Path, parts: Sequence[str], *, progress: Progress = lambda 
             rows.append(bench.host_times(int(argument)))
         else:
             rows.append(bench.turns())
-        progress(json.dumps({key: value for key, value in rows[-1].items() if key not in bench._base}))
+        progress(json.dumps({key: value for key, value in rows[-1].items() if key not in bench.base}))
     return rows

@@ -39,7 +39,7 @@ DEFAULT_CASES = (
 class Bench:
     def __init__(self, shape: Path, roof: dict[str, float]) -> None:
         self.roof = roof
-        self.config = ModelConfig.from_dict(json.loads(shape.read_text()))
+        self.config = ModelConfig.from_file(shape)
         self.model = GemmaModel.random(self.config, dtype=BF16, device="cuda")
         kinds = [layer.kind for layer in self.config.layers]
         self.layer_of = {kind: self.model.layer_kv[kinds.index(kind)] for kind in set(kinds)}

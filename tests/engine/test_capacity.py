@@ -1,6 +1,5 @@
 """Plans of memory. A wrong figure sends somebody to buy the wrong card."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,12 +7,13 @@ from gewell_kernels.layout import KVLayout
 
 from gewell.config import ModelConfig
 from gewell.engine.capacity import Capacity, capacity, num_parameters
+from gewell.errors import CheckpointError
 
 SHAPES = Path(__file__).parents[2] / "kernels" / "bench"
 
 
 def config(name: str) -> ModelConfig:
-    return ModelConfig.from_dict(json.loads((SHAPES / f"{name}.json").read_text()))
+    return ModelConfig.from_file(SHAPES / f"{name}.json")
 
 
 def fit(name: str, **kwargs: object) -> Capacity:
@@ -51,3 +51,10 @@ def test_sequences_of_40k_tokens_side_by_side() -> None:
 def test_a_memory_smaller_than_the_weights_holds_nothing() -> None:
     found = fit("gemma4-31b", memory_bytes=24 * 10**9)
     assert (found.num_pages, found.longest_alone, found.rows(2048)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_damaged_file_is_named_and_no_traceback(tmp_path: Path, text: str) -> None:
+    (tmp_path / "shape.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"shape\.json"):
+        ModelConfig.from_file(tmp_path / "shape.json")
