@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import orjson
 import pytest
 import redis
 from gewell_workers.bench_queue import open_job
@@ -14,10 +15,11 @@ from gewell_workers.finish import Outcome
 from gewell_workers.job_stream import Ending, JobStream
 from gewell_workers.job_text import PlainPieces
 from gewell_workers.publisher import Publisher
-from gewell_workers.resp import Client
+from gewell_workers.resp import Client, pack
 from harness import check_entries, wait_for
 
 from gewell.embedded import EmbeddedServer, Persistence
+from gewell.engine.api import CacheAnswer, FinishedEvent, FinishReason
 from gewell.protocol import ErrorCode, Keys, State
 from gewell.text.tokenizer import ByteTokenizer
 
@@ -178,20 +180,41 @@ async def test_one_foreign_job_does_not_hold_up_the_ends_of_a_batch(desk: Desk):
     assert [job_id for job_id, outcome in desk.done if outcome is not Outcome.WRITTEN] == ["job-7"]
 
 
+async def test_stream_lost_between_look_and_finish_is_written_in_full(desk: Desk, monkeypatch: pytest.MonkeyPatch):
+    """Found by chaos: the end stood in a new stream that began in the middle."""
+    real = Client.batch
+    left = [1]
+
+    async def meddle(self: Client, commands, **options):
+        if commands and commands[0] == pack("MULTI") and left:
+            left.clear()
+            desk.redis.delete(KEYS.out("a"))
+        return await real(self, commands, **options)
+
+    stream = desk.open("a")
+    desk.push(stream, "x")
+    await until(lambda: desk.text("a") == "x")
+    monkeypatch.setattr(Client, "batch", meddle)
+    stream.push(b"yz")
+    desk.end(stream)
+    await until(lambda: desk.done == [("a", Outcome.WRITTEN)])
+    assert not left
+    assert desk.text("a") == "xyz"
+
+
 def test_error_codes_that_may_pass_are_marked_retryable():
     from gewell_workers.job_stream import ending_of
 
-    cache = {
-        "cached_tokens": 0,
-        "cache_write_tokens": 0,
-        "restored_from": None,
-        "hints": [],
-        "miss_token": None,
-        "miss_message": None,
-    }
-    event = {"reason": "error", "error_code": "numerics", "error_message": "m", "cache": cache}
-    event |= dict.fromkeys(("stop_token_id", "started_at_s", "first_token_at_s"))
-    ending = ending_of(event, expired=False)
+    event = FinishedEvent(
+        request_id="a",
+        reason=FinishReason.ERROR,
+        num_prompt_tokens=1,
+        num_output_tokens=0,
+        cache=CacheAnswer(),
+        error_code="numerics",
+        error_message="m",
+    )
+    ending = ending_of(orjson.loads(orjson.dumps(event)), expired=False)
     assert ending.error is not None
     assert (ending.state, ending.error.code, ending.error.retryable) == (State.ERROR, ErrorCode.NUMERICS, True)
 

@@ -69,7 +69,8 @@ async def finish_jobs(client: Client, keys: Keys, finishes: Sequence[Finish], se
 async def _attempt(client: Client, keys: Keys, finishes: Sequence[Finish], server_ms: int) -> list[Finished] | None:
     """None: a watched job changed and nothing was written."""
     job_keys = [keys.job(finish.job_id) for finish in finishes]
-    look = [pack("WATCH", *job_keys)]
+    # The streams too: one that is lost between this look and our write would begin with its last entries.
+    look = [pack("WATCH", *job_keys, *(keys.out(finish.job_id) for finish in finishes))]
     for finish, key in zip(finishes, job_keys, strict=True):
         look.append(pack("HMGET", key, JobField.EPOCH, JobField.STATE, JobField.ALSO))
         look.append(pack("EXISTS", keys.out(finish.job_id)))
