@@ -71,7 +71,7 @@ def max_tokens_alone(num_pages: int, geometry: KVGeometry) -> int:
     if spare <= 0:
         return 0
     if geometry.full is None:
-        return 2**31 - 1
+        return 2**31 - 1  # windows alone are kept: any length fits
     return spare * geometry.full.page_tokens
 
 

@@ -76,7 +76,7 @@ class World:
             stable_lengths=tuple(stable),
             message_starts=tuple(message_starts),
             conversation_id=conversation_id,
-            cache=CacheHints(**hints),  # type: ignore[arg-type]
+            cache=CacheHints(**hints),
         )
         self.cache.add_waiting(request)
         self.waiting[request.request_id] = request
@@ -159,7 +159,7 @@ class World:
 
     def run(self, ids: Sequence[int], answer: Sequence[int] = (), **options: object) -> tuple[int, CacheAnswer]:
         """A request from submit to finish; returns what it resumed from and its answer."""
-        request_id = self.submit(ids, **options)  # type: ignore[arg-type]
+        request_id = self.submit(ids, **options)
         position = self.start(request_id)
         assert self.compute(request_id)
         for token in answer:
@@ -184,7 +184,7 @@ class World:
                         self.bytes[Tier.GPU][page, slot, kind] = POISON
 
     @staticmethod
-    def _copy_page(source: dict, a: int, target: dict, b: int) -> None:  # type: ignore[type-arg]
+    def _copy_page(source: dict, a: int, target: dict, b: int) -> None:
         for slot in range(8):
             for kind in ("full", "sliding"):
                 target[b, slot, kind] = source.get((a, slot, kind))

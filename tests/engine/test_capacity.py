@@ -19,7 +19,7 @@ def config(name: str) -> ModelConfig:
 def fit(name: str, **kwargs: object) -> Capacity:
     return capacity(
         config(name),
-        **{"memory_bytes": 141 * 10**9, "other_bytes": 6 << 30, **kwargs},  # type: ignore[arg-type]
+        **{"memory_bytes": 141 * 10**9, "other_bytes": 6 << 30, **kwargs},
     )
 
 

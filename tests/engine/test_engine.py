@@ -20,9 +20,9 @@ def request(name: str = "a", prompt: str | list[int] = "hello", **kwargs: object
     return EngineRequest(
         request_id=name,
         prompt_ids=ids,
-        sampling=SamplingParams(**{"max_tokens": 8, **sampling}),  # type: ignore[arg-type]
+        sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
         eos_token_ids=(EOS_ID,),
-        **kwargs,  # type: ignore[arg-type]
+        **kwargs,
     )
 
 

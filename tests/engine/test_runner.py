@@ -26,7 +26,7 @@ def make_engine(folder: str = "gemma4-dense", **options: object) -> PagedEngine:
         "poison_freed_pages": True,
         **options,
     }
-    return build_engine(FIXTURES / folder, EngineOptions(**chosen))  # type: ignore[arg-type]
+    return build_engine(FIXTURES / folder, EngineOptions(**chosen))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ class Run:
 
 
 def greedy(name: str, ids: torch.Tensor, **params: object) -> EngineRequest:
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **params})  # type: ignore[arg-type]
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **params})
     return EngineRequest(request_id=name, prompt_ids=ids.flatten().tolist(), sampling=sampling)
 
 
@@ -168,7 +168,7 @@ def test_nan_in_one_rows_memory_ends_that_row_alone(golden: dict[str, torch.Tens
     engine.step()
     (victim,) = [req for req in engine._scheduler.running() if req.request_id == "window"]
     assert victim.pages is not None
-    engine._runner.store.pages[victim.pages.full_pages[0]] = torch.nan  # type: ignore[attr-defined]
+    engine._runner.store.pages[victim.pages.full_pages[0]] = torch.nan
     run = Run(engine)
     assert run.ends["window"].error_code == "numerics"
     assert run.ends["short"].error_code is None

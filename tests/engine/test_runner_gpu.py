@@ -17,7 +17,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 def make_engine(folder: str, **options: object) -> PagedEngine:
     chosen = {"device": "cuda", "dtype": torch.float32, "kv_memory_bytes": 1 << 26, **options}
-    return build_engine(FIXTURES / folder, EngineOptions(**chosen))  # type: ignore[arg-type]
+    return build_engine(FIXTURES / folder, EngineOptions(**chosen))
 
 
 def run(engine: PagedEngine) -> dict[str, list[int]]:
@@ -32,7 +32,7 @@ def run(engine: PagedEngine) -> dict[str, list[int]]:
 
 
 def request(name: str, ids: torch.Tensor, **params: object) -> EngineRequest:
-    sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
+    sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})
     return EngineRequest(request_id=name, prompt_ids=ids.flatten().tolist(), sampling=sampling)
 
 
@@ -51,7 +51,7 @@ def test_greedy_ids_are_the_golden_ones(folder: str, limits: dict[str, int]) -> 
     tokens = run(engine)
     for name, ids in tokens.items():
         assert ids == golden[f"{name.split('.')[0]}.greedy_ids"].flatten().tolist(), name
-    assert engine._runner.graphs.recorded  # type: ignore[attr-defined]
+    assert engine._runner.graphs.recorded
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ def engine_with(sabotage: Sabotage, at_step: int) -> PagedEngine:
             sabotage(plan)
         launch(plan)
 
-    engine._runner.launch = spoilt  # type: ignore[method-assign]
+    engine._runner.launch = spoilt
     for name in "ab":
         prompt = [65 + ord(name) % 2] * 18
         engine.add(EngineRequest(request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=40)))
@@ -92,7 +92,7 @@ def test_a_lost_copy_is_noticed() -> None:
         launch(plan)
 
     shared = list(range(40, 70))
-    engine._runner.launch = without_copies  # type: ignore[method-assign]
+    engine._runner.launch = without_copies
     first, second = (
         EngineRequest(
             request_id=name,

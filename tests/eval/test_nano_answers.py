@@ -62,8 +62,8 @@ class Asker:
         shape = {"tools": question.tools, "thinking": question.thinking}
         return EngineRequest(
             request_id=name,
-            prompt_ids=self.renderer.render(question.messages, **shape).ids,  # type: ignore[arg-type]
-            stable_lengths=self.renderer.stable_lengths(question.messages, **shape),  # type: ignore[arg-type]
+            prompt_ids=self.renderer.render(question.messages, **shape).ids,
+            stable_lengths=self.renderer.stable_lengths(question.messages, **shape),
             sampling=SamplingParams(temperature=0, max_tokens=question.max_tokens),
             eos_token_ids=self.renderer.end_ids,
         )

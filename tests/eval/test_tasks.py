@@ -98,7 +98,7 @@ def test_arithmetic_is_right_and_its_held_out_pairs_are_never_trained_on(split: 
     for sample in samples("arithmetic", split):
         for line in sample.answer.splitlines():
             expression = line.rpartition("=")[0] or sample.messages[-1]["content"].removeprefix("What is ").rstrip("?")
-            a, sign, b = re.fullmatch(r"(\d+)([+-])(\d+)", expression).groups()  # type: ignore[union-attr]
+            a, sign, b = re.fullmatch(r"(\d+)([+-])(\d+)", expression).groups()
             assert int(line.rpartition("=")[2]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
             assert is_held_out(int(a), int(b)) == (split is Split.HELD_OUT)
 
@@ -115,4 +115,4 @@ def test_tool_calls_name_an_offered_tool_and_its_required_arguments() -> None:
     assert 10 < len(calls) < 60  # the others answer after the tool
     for sample in calls:
         offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in sample.tools or ()}
-        assert set(sample.call["arguments"]) == set(offered[sample.call["name"]]["required"])  # type: ignore[index]
+        assert set(sample.call["arguments"]) == set(offered[sample.call["name"]]["required"])

@@ -45,7 +45,7 @@ def test_draws_are_the_references(cuts: dict[str, float], vocab: int) -> None:
     logits[1] = logits[1].round()  # many equal logits at every cut
     logits[2, ::3] = -math.inf  # banned
     before = logits.clone()
-    arguments = settings(4, **cuts)  # type: ignore[arg-type]
+    arguments = settings(4, **cuts)
     assert torch.equal(sample(logits, *arguments), reference.sample(logits, *arguments))
     assert torch.equal(logits, before)
 
@@ -55,7 +55,7 @@ def test_rows_too_flat_for_noise_on_every_id_draw_the_same(cuts: dict[str, float
     """Wide rows take other paths: a histogram for the nucleus, Philox over whole blocks, no logarithm."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 40_000, generator=generator)
-    arguments = settings(3, **cuts)  # type: ignore[arg-type]
+    arguments = settings(3, **cuts)
     drawn = sample(logits, *arguments)
     heat = arguments[0][0]
     for row in range(3):

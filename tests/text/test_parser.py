@@ -22,7 +22,7 @@ CALL = '<|tool_call>call:weather{city:<|"|>Brno<|"|>,days:<|"|>2<|"|>}<tool_call
 
 def parse(tokenizer: HFTokenizer, text: str, **options: Any) -> OutputParser:
     parser = OutputParser(tokenizer, call_id_seed="job", **options)
-    parser.result = joined(parser.push(tokenizer.encode(text, specials=True)) + parser.finish())  # type: ignore[attr-defined]
+    parser.result = joined(parser.push(tokenizer.encode(text, specials=True)) + parser.finish())
     return parser
 
 
@@ -40,7 +40,7 @@ def joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
 
 
 def results(tokenizer: HFTokenizer, text: str, **options: Any) -> list[tuple[str, str]]:
-    result: list[tuple[str, str]] = parse(tokenizer, text, **options).result  # type: ignore[attr-defined]
+    result: list[tuple[str, str]] = parse(tokenizer, text, **options).result
     return result
 
 
@@ -102,13 +102,13 @@ def test_what_cannot_be_parsed_comes_back_as_written(gemma4: HFTokenizer) -> Non
         "<|tool_call>call:weather{city:<|channel>x<channel|>",
     ):
         parser = parse(gemma4, f"a{raw}", tools=[WEATHER])
-        assert parser.result == [("content", f"a{raw}")]  # type: ignore[attr-defined]
+        assert parser.result == [("content", f"a{raw}")]
         assert len(parser.parse_errors) == 1
 
 
 def test_call_without_tools_is_text(gemma4: HFTokenizer) -> None:
     parser = parse(gemma4, CALL)
-    assert parser.result == [("content", CALL)]  # type: ignore[attr-defined]
+    assert parser.result == [("content", CALL)]
     assert "no tools" in parser.parse_errors[0]
 
 

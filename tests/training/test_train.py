@@ -40,7 +40,7 @@ def settings(out: Path, **changes: object) -> Settings:
         "device": torch.device("cpu"),
         "changes": SMALL,
     }
-    return Settings(**(values | changes))  # type: ignore[arg-type]
+    return Settings(**(values | changes))
 
 
 class OneBatch:
@@ -81,9 +81,9 @@ def held_out(row: Row) -> HeldOut:
 
 def test_a_run_learns_saves_and_is_continued(tmp_path: Path, row: Row, held_out: HeldOut) -> None:
     first = Trainer(settings(tmp_path), Progress(), clock=Ticks())
-    first.run(OneBatch(row), held_out)  # type: ignore[arg-type]
+    first.run(OneBatch(row), held_out)
     losses = [entry["loss"] for entry in first.progress.log if "loss" in entry]
-    assert losses[-1] < 0.95 * losses[0]  # type: ignore[operator]
+    assert losses[-1] < 0.95 * losses[0]
     assert first.run_seconds < 20  # ended in time
 
     saved = Progress(**json.loads((tmp_path / "progress.json").read_text()))
