@@ -24,6 +24,7 @@ from gewell.protocol import (
     check_id,
 )
 from gewell.sampling import SamplingParams
+from gewell.structured import ConstraintSpec, parse_constraint
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ class Job:
 
     sampling   `max_tokens` is UNBOUNDED_TOKENS where none was given, `seed` is 0 where `seed` below is None
     seed       None: drawn at ingest and kept in the job hash, so that another epoch goes on with the same sample
+    constraint what the answer must look like; ingest makes a grammar of it
     warnings   what was ignored, for the final record
     """
 
@@ -78,6 +80,8 @@ class Job:
     continuations: tuple[str | tuple[int, ...], ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
     thinking: bool = False
+    constraint: ConstraintSpec | None = None
+    ends_loops: bool = False  # a row that repeats itself for good is ended
     model: str | None = None  # the name the caller asked for; ingest warns when another is served
     conversation_id: str | None = None
     cache: CacheOptions = field(default_factory=CacheOptions)
@@ -119,6 +123,8 @@ def parse_job(raw: bytes) -> Job:
         continuations=parsed.continuations,
         tools=parsed.tools,
         thinking=parsed.thinking,
+        constraint=parsed.constraint,
+        ends_loops=parsed.ends_loops,
         model=request.text("model"),
         conversation_id=conversation.identifier("id"),
         cache=cache,
@@ -211,6 +217,8 @@ class _Request:
     continuations: tuple[str | tuple[int, ...], ...]
     tools: tuple[dict[str, Any], ...] | None
     thinking: bool
+    constraint: ConstraintSpec | None
+    ends_loops: bool
 
 
 # Fields that OpenAI's clients or other servers know and that mean nothing here: taken without a word.
@@ -225,17 +233,22 @@ _IGNORED = (
     "prompt_cache_key",
 )
 
+# Read by `parse_constraint`.
+_CONSTRAINTS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "tool_choice",
+)
+
 # Known fields that we cannot honour, with the values that ask for nothing. Anything else is an error: an answer made
 # without the constraint would look right and be wrong.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "grammar": (None, ""),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "tool_choice": (None, "auto", "none"),
+    "structural_tag": (None,),
     "parallel_tool_calls": (None, True),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
@@ -273,15 +286,32 @@ def _parse_request(kind: Kind, request: "_Fields", warnings: list[str]) -> _Requ
             ErrorCode.INVALID_REQUEST, "request: warm takes messages or prompt, one of them", "request"
         )
     seed = request.integer("seed", 0, MAX_SEED)
+    tools = _parse_tools(request)
+    constraint = _parse_constraint(kind, request, tools)
+    sampling = _parse_sampling(kind, request, seed)
+    if constraint is not None and sampling.min_tokens:
+        _refuse(
+            "request.min_tokens", sampling.min_tokens, f"possible beside {constraint.field}: the form says when to end"
+        )
     return _Request(
-        sampling=_parse_sampling(kind, request, seed),
+        sampling=sampling,
         seed=seed,
         messages=messages,
         prompt=prompt,
         continuations=_parse_continuations(request) if kind is Kind.SCORE else (),
-        tools=_parse_tools(request, use=request.any("tool_choice") != "none"),
+        tools=None if request.any("tool_choice") == "none" else tools,
         thinking=_parse_thinking(request),
+        constraint=constraint,
+        ends_loops=request.boolean("repetition_detection", constraint is not None),
     )
+
+
+def _parse_constraint(
+    kind: Kind, request: "_Fields", tools: tuple[dict[str, Any], ...] | None
+) -> ConstraintSpec | None:
+    given = {name: request.any(name) for name in _CONSTRAINTS}
+    constraint = parse_constraint(given, tools, is_chat=kind in (Kind.CHAT, Kind.WARM))
+    return constraint if kind in (Kind.CHAT, Kind.COMPLETION) else None  # the others generate nothing
 
 
 def _parse_sampling(kind: Kind, request: "_Fields", seed: int | None) -> SamplingParams:
@@ -481,7 +511,7 @@ def _check_tool_calls(path: str, calls: Any) -> None:
             _refuse(f"{path}[{idx}].function.arguments", function["arguments"], "a JSON text or an object")
 
 
-def _parse_tools(request: "_Fields", *, use: bool) -> tuple[dict[str, Any], ...] | None:
+def _parse_tools(request: "_Fields") -> tuple[dict[str, Any], ...] | None:
     tools = request.any("tools")
     if tools is None:
         return None
@@ -497,7 +527,7 @@ def _parse_tools(request: "_Fields", *, use: bool) -> tuple[dict[str, Any], ...]
             _refuse(f"{path}.function", function, "an object with a name")
         if not isinstance(function.get("parameters"), dict | None):
             _refuse(f"{path}.function.parameters", function["parameters"], "a JSON schema object")
-    return tuple(tools) if tools and use else None
+    return tuple(tools) if tools else None
 
 
 def _parse_cache(fields: "_Fields") -> CacheOptions:

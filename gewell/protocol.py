@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 DEFAULT_NAMESPACE = "gewell"
 GROUP = "gpu"  # the consumer group of every lane
 HANDBACK_CONSUMER = "handback"  # owns what a worker gave back at shutdown; anybody takes over from it
-ENGINE_FEATURES = ("chat", "completion", "warm", "logprobs", "tools", "reasoning")  # `info.features` today
+ENGINE_FEATURES = ("chat", "completion", "warm", "logprobs", "tools", "reasoning", "structured")  # `info.features`
 
 # Lifetimes. Every key the protocol allows has one, or is emptied when its jobs end.
 OUT_TTL_S = 3_600.0  # after the end; the whole stream lives while the job runs
@@ -82,13 +82,12 @@ class ErrorCode(StrEnum):
     CRASHED = "crashed"  # more worker crashes than `max_crashes` with this job running
     RESTART_IMPOSSIBLE = "restart_impossible"  # tokens are out and only another model could go on
     NUMERICS = "numerics"  # the row's logits were not numbers
+    CONSTRAINT = "constraint"  # the row left its grammar, or the grammar became too complex
     NO_CAPACITY = "no_capacity"  # the engine cannot ever hold the row
     INTERNAL = "internal"  # a fault of ours
 
 
 RETRYABLE = frozenset({ErrorCode.NUMERICS, ErrorCode.INTERNAL, ErrorCode.RESTART_IMPOSSIBLE, ErrorCode.DEADLINE})
-
-FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "repetition", "cancelled", "error"})
 
 
 class CancelKind(StrEnum):
@@ -105,7 +104,6 @@ class ControlVerb(StrEnum):
     PAUSE = "pause"  # stop pulling from the lane (all lanes when none is named)
     RESUME = "resume"
     DRAIN = "drain"  # the worker (all when none is named) stops pulling, finishes what runs and exits
-    RELEASE = "release"  # forget the retained state of conversation `conv`
 
 
 def is_valid_id(value: object) -> bool:
@@ -481,6 +479,7 @@ class FinalRecord:
                logarithm, clamped to >= -9999
     tool_calls [{"id", "name", "arguments" (JSON text)}]
     cache      {"restored_from", "hints": [{"hint", "outcome", "why"}], "miss": {"token", "message"}?}
+    structured of jobs whose answer must have a form: {"valid", "reason"}; the reason says what cut it off
     """
 
     id: str
@@ -491,6 +490,7 @@ class FinalRecord:
     tool_calls: tuple[dict[str, Any], ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[dict[str, Any], ...] | None = None
+    structured: dict[str, Any] | None = None
     usage: Usage = field(default_factory=Usage)
     cache: dict[str, Any] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
@@ -515,6 +515,7 @@ class FinalRecord:
             "tool_calls": self.tool_calls,
             "token_ids": self.token_ids,
             "logprobs": self.logprobs,
+            "structured": self.structured,
             "usage": self.usage.to_dict(),
             "cache": self.cache,
             "timing": self.timing.to_dict(),
@@ -546,6 +547,7 @@ class FinalRecord:
             tool_calls=tuple(data.get("tool_calls") or ()),
             token_ids=tuple(data.get("token_ids") or ()),
             logprobs=None if logprobs is None else tuple(logprobs),
+            structured=data.get("structured"),
             usage=Usage.from_dict(data.get("usage") or {}),
             cache=dict(data.get("cache") or {}),
             timing=Timing.from_dict(data.get("timing") or {}),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from gewell.sampling import SamplingParams
 
@@ -56,6 +57,32 @@ class RequestImage:
     grid: tuple[int, int]
 
 
+class ConstraintRow(Protocol):
+    """Where one sequence stands in its grammar. One thread at a time. See `gewell.text.constraint.GrammarRow`."""
+
+    def advance(self, token_ids: Sequence[int]) -> None: ...
+
+    def fill(self, words: Any) -> None: ...
+
+    @property
+    def is_satisfied(self) -> bool: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+
+class Constraint(Protocol):
+    """What a request's tokens must look like, compiled. Immutable, shared between requests and threads.
+
+    num_mask_words   int32 words of a mask that says which ids may come next; the same for all of an engine
+    """
+
+    @property
+    def num_mask_words(self) -> int: ...
+
+    def row(self, *, thinking: bool = False) -> ConstraintRow: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A job made ready for the engine: tokens instead of text. Ingest checks values; the engine checks that it fits."""
@@ -75,6 +102,8 @@ class EngineRequest:
     deadline_ms: int | None = None  # absolute, epoch milliseconds
     eos_token_ids: tuple[int, ...] = ()  # the model's end ids
     images: tuple[RequestImage, ...] = ()  # in order of their tokens
+    constraint: Constraint | None = None
+    thinking: bool = False  # thoughts before the answer are free of the constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ class FinishedEvent:
     stop_token_id: int | None = None  # the id that ended it, if one did
     error_code: str | None = None
     error_message: str | None = None
+    is_satisfied: bool | None = None  # of a constrained request: whether what stands is complete under its grammar
     started_at_s: float | None = None  # time.monotonic() when first scheduled; None: never was
     first_token_at_s: float | None = None
     engine_time_s: float = 0.0  # seconds of steps that this request took part in

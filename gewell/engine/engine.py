@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from gewell.cache.tiers import Tier
 from gewell.engine.api import EngineInfo, EngineStats, Event, FinishedEvent, FinishReason, TokensEvent
+from gewell.engine.masks import MaskMaker, StepMasks
 from gewell.errors import EngineError
 from gewell.protocol import ErrorCode
-from gewell.request import CacheAnswer, EngineRequest
+from gewell.request import CacheAnswer, ConstraintRow, EngineRequest
 from gewell.scheduler.batch import Scheduler
 from gewell.scheduler.fairness import LANE_WEIGHTS
 from gewell.scheduler.plan import Runner, StepPlan
 from gewell.scheduler.request import RequestState, Stage
+from gewell.text.constraint import ConstraintFailed
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class PagedEngine:
         self._requests: dict[str, RequestState] = {}
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._num_arrivals = 0
+        self._num_constrained = 0  # of `_requests`
+        self._masks = MaskMaker()
         self._busy_s = 0.0  # time in which a step was under way
         self._busy_until_s = 0.0
         self._decode_step_s = 0.0  # running mean of steps of decode rows alone
@@ -103,7 +107,12 @@ class PagedEngine:
         self._take_commands(events)
         plan = self._scheduler.plan()
         if plan is not None:
+            self._plan_masks(plan)
+            # Without a step under way all tokens are known: the masks can be made while the model computes.
+            masks = self._masks.start(plan) if plan.masked_rows and not self._in_flight else None
             self._launch(plan)
+            if plan.masked_rows:
+                self._draw_masked(plan, masks, events)
         if self._in_flight and (plan is None or len(self._in_flight) > self._runner.depth):
             self._collect(events)
         elif plan is None and self._requests:
@@ -112,6 +121,7 @@ class PagedEngine:
         return events
 
     def close(self) -> None:
+        self._masks.close()
         self._runner.close()
 
     def _take_commands(self, events: list[Event]) -> None:
@@ -148,7 +158,13 @@ class PagedEngine:
             events.append(_refused(request, *refusal))
             return
         req = self._make_state(request)
+        try:
+            req.grammar = _grammar(req)
+        except ConstraintFailed as error:
+            events.append(_refused(request, ErrorCode.CONSTRAINT, str(error)))
+            return
         self._requests[request.request_id] = req
+        self._num_constrained += req.grammar is not None
         self._scheduler.add(req)
 
     def _refusal(self, request: EngineRequest) -> tuple[ErrorCode, str] | None:
@@ -212,6 +228,25 @@ class PagedEngine:
             raise EngineError(f"step {plan.step_idx} could not be launched: {error}") from error
         self._in_flight.append((plan, now))
 
+    def _plan_masks(self, plan: StepPlan) -> None:
+        if self._num_constrained:
+            rows = plan.sampling_rows()
+            plan.masked_rows = [i for i, req in enumerate(rows) if req.grammar is not None]
+
+    def _draw_masked(self, plan: StepPlan, masks: StepMasks | None, events: list[Event]) -> None:
+        """What may be drawn depends on the tokens of the step before: take those first, while the device computes."""
+        while len(self._in_flight) > 1:
+            self._collect(events)
+        words, failed = (masks or self._masks.start(plan)).result()
+        try:
+            self._runner.draw(words)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"step {plan.step_idx}: its tokens could not be drawn: {error}") from error
+        for req, failure in failed:
+            self._end_failed(req, failure, events)
+
     def _collect(self, events: list[Event]) -> None:
         plan, launched_at_s = self._in_flight.popleft()
         try:
@@ -244,6 +279,12 @@ class PagedEngine:
                 req.first_token_at_s = now
             lp = (logprobs[i],) if i in logprobs else None
             events.append(TokensEvent(request_id=req.request_id, token_ids=(token_id,), logprobs=lp))
+            if req.grammar is not None and token_id not in req.stop_ids:
+                try:
+                    req.grammar.advance((token_id,))
+                except ConstraintFailed as error:
+                    self._end_failed(req, error, events)
+                    continue
             self._end_if_complete(req, token_id, events)
         for chunk in plan.chunks:
             if chunk.is_last and not chunk.samples and chunk.req.stage is not Stage.FINISHED:
@@ -272,6 +313,8 @@ class PagedEngine:
     def _end_if_complete(self, req: RequestState, last_token_id: int, events: list[Event]) -> None:
         if last_token_id in req.stop_ids and req.num_output_tokens >= req.request.sampling.min_tokens:
             self._end(req, FinishReason.STOP, events, stop_token_id=last_token_id)
+        elif req.grammar is not None and req.grammar.is_finished:
+            self._end(req, FinishReason.STOP, events)  # only an end id could follow
         elif req.is_complete:
             self._end(req, FinishReason.LENGTH, events)
 
@@ -281,11 +324,17 @@ class PagedEngine:
         self._leave(req, is_completed=False, is_sound=False)
         events.append(_finished(req, FinishReason.ERROR, error_code=ErrorCode.NUMERICS, error_message=message))
 
+    def _end_failed(self, req: RequestState, failure: ConstraintFailed, events: list[Event]) -> None:
+        logger.warning("request %s left its grammar at output token %d", req.request_id, req.num_output_tokens)
+        self._leave(req, is_completed=False)
+        events.append(_finished(req, FinishReason.ERROR, error_code=ErrorCode.CONSTRAINT, error_message=str(failure)))
+
     def _leave(self, req: RequestState, *, is_completed: bool, is_sound: bool = True) -> None:
         if req.row_idx >= 0:
             req.engine_time_s += self._busy_s - req.running_since_s
         self._scheduler.remove(req, is_completed=is_completed, is_sound=is_sound)
         del self._requests[req.request_id]
+        self._num_constrained -= req.grammar is not None
 
     def _checkpoint_pages(self) -> int:
         """A figure for people, not worth counting in every step."""
@@ -337,6 +386,17 @@ class _Counts:
             self.decode_rows_sum += len(plan.decode_rows)
 
 
+def _grammar(req: RequestState) -> ConstraintRow | None:
+    """A row of the request's grammar that has taken in what earlier epochs generated."""
+    request = req.request
+    if request.constraint is None:
+        return None
+    row = request.constraint.row(thinking=request.thinking)
+    emitted = request.emitted_ids
+    row.advance(emitted[:-1] if emitted and emitted[-1] in req.stop_ids else emitted)
+    return row
+
+
 def _finished(
     req: RequestState,
     reason: FinishReason,
@@ -354,6 +414,7 @@ def _finished(
         stop_token_id=stop_token_id,
         error_code=error_code,
         error_message=error_message,
+        is_satisfied=None if req.grammar is None else req.grammar.is_satisfied,
         started_at_s=req.started_at_s,
         first_token_at_s=req.first_token_at_s,
         engine_time_s=req.engine_time_s,

@@ -7,7 +7,9 @@ before the host has seen the tokens of the one before.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +57,16 @@ class _Launched:
         return StepResult(token_ids=token_ids, bad_rows=bad_rows, logprobs=drawn.logprobs_on_host(token_ids))
 
 
+class _Undrawn(NamedTuple):
+    """A step whose logits are there or on their way."""
+
+    plan: StepPlan
+    rows: Sequence[RequestState]
+    step: StepArrays
+    drawing: Tensor  # hidden states of the rows that draw
+    logits: Tensor  # of a graph: valid until the next replay
+
+
 class ModelRunner:
     """A `Runner` for one model on one device.
 
@@ -86,6 +98,7 @@ class ModelRunner:
         # One more than there are rows: where padding rows of a graph read their token.
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._sampler = Sampler(max_num_seqs, model.config.vocab_size, self._device, model.config.tokens.suppressed)
+        self._undrawn: _Undrawn | None = None
         self._launched: deque[_Launched] = deque()
         self._first_layer = {layer.kind: model.layer_kv[layer.layer_idx] for layer in reversed(model.config.layers)}
         self.graphs: DecodeGraphs | None = None
@@ -115,7 +128,21 @@ class ModelRunner:
                 return
             drawing = hidden if step.all_draw else hidden[to_device(step.drawing_tokens, self._device)]
             logits = self.model.logits(drawing)
-        drawn = self._sampler.draw(logits, plan.sampling_rows(), step.draw_positions)
+        self._undrawn = _Undrawn(plan, plan.sampling_rows(), step, drawing, logits)
+        if not plan.masked_rows:
+            self._draw(None)
+
+    @torch.inference_mode()
+    def draw(self, masks: "np.ndarray") -> None:
+        self._draw(to_device(masks.view(np.uint8), self._device))
+
+    def _draw(self, masks: Tensor | None) -> None:
+        """masks [masked rows, bytes] uint8."""
+        if self._undrawn is None:
+            raise RuntimeError("no step waits for its draw")
+        (plan, rows, step, drawing, logits), self._undrawn = self._undrawn, None
+        mask = None if masks is None else (plan.masked_rows, masks)
+        drawn = self._sampler.draw(logits, rows, step.drawing_rows, step.draw_positions, mask)
         self._last_tokens[to_device(step.drawing_rows, self._device)] = drawn.token_ids
         is_sound = drawn.is_sound & drawing.sum(dim=1, dtype=torch.float32).isfinite()
         self._launched.append(_Launched(replace(drawn, is_sound=is_sound)))
@@ -125,6 +152,7 @@ class ModelRunner:
 
     def close(self) -> None:
         self._launched.clear()
+        self._undrawn = None
 
     def _load_tables(self, req: RequestState) -> None:
         pages = req.pages

@@ -105,24 +105,32 @@ class Sampler:
     def _ids(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)
 
-    def draw(self, logits: Tensor, rows: Sequence[RequestState], positions: Int64) -> Drawn:
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[RequestState],
+        row_idx: Int64,
+        positions: Int64,
+        mask: tuple[Sequence[int], Tensor] | None = None,
+    ) -> Drawn:
         """Draw the token at `positions[i]` of each row. logits [rows, vocab] float32, changed in place.
 
+        row_idx   of the rows when the step was planned: a row may have ended since
+        mask      indexes of rows that may draw only ids whose bit is set, and their bits [n, bytes] uint8, least first
         Waits for the device nowhere, so that it may run ahead of the host.
         """
-        row_idx = np.array([req.row_idx for req in rows], dtype=np.int64)
         logprobs = self._logprob_rows(logits, row_idx)
         if self._suppressed is not None:
             logits.index_fill_(1, self._suppressed, -torch.inf)
         if self._specials:
             for i, req in enumerate(rows):
-                special = self._specials.get(req.row_idx)
+                special = self._specials.get(int(row_idx[i]))
                 if special is not None:
                     _reshape(logits[i], special, req.request.sampling, int(positions[i]) - req.num_prompt_tokens)
+        if mask is not None:
+            _apply_mask(logits, *mask)
         num_rows = len(row_idx)
-        padded = (
-            -(-num_rows // 16) * 16
-        )  # every argument aligned alike: kernels are compiled anew for another alignment
+        padded = -(-num_rows // 16) * 16  # all arguments aligned alike: another alignment compiles another kernel
         floats = np.zeros((3, padded), dtype=np.float32)
         floats[:, :num_rows] = self._floats[:, row_idx]
         longs = np.zeros((3, padded), dtype=np.int64)
@@ -134,7 +142,7 @@ class Sampler:
         chosen = token_ids.unsqueeze(1)
         is_sound = logits.gather(1, chosen).squeeze(1).isfinite()
         if self._specials:
-            self._count(rows, token_ids)
+            self._count(row_idx, token_ids)
         return Drawn(token_ids, is_sound, [(i, raw[token_ids[i : i + 1]], *top) for i, raw, top in logprobs])
 
     def _logprob_rows(self, logits: Tensor, row_idx: Int64) -> list[tuple[int, Tensor, tuple[Tensor, Tensor]]]:
@@ -149,9 +157,9 @@ class Sampler:
             found.append((i, raw, (values, ids)))
         return found
 
-    def _count(self, rows: Sequence[RequestState], token_ids: Tensor) -> None:
-        for i, req in enumerate(rows):
-            special = self._specials.get(req.row_idx)
+    def _count(self, row_idx: Int64, token_ids: Tensor) -> None:
+        for i, row in enumerate(row_idx.tolist()):
+            special = self._specials.get(row)
             if special is not None and special.counts is not None and special.is_seen is not None:
                 drawn = token_ids[i : i + 1]  # one-element slices: indexing by a scalar tensor would fetch it
                 special.counts.index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
@@ -166,6 +174,19 @@ def _is_special(params: SamplingParams) -> bool:
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
     )
+
+
+def _apply_mask(logits: Tensor, rows: Sequence[int], bits: Tensor) -> None:
+    """Ban what is not allowed. Bits become bytes on the device: the host sends an eighth of them."""
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8).to(bits.device, non_blocking=True)
+    banned = (bits.unsqueeze(-1) & powers).flatten(1)[:, : logits.shape[1]] == 0
+    if banned.shape[1] < logits.shape[1]:
+        raise ValueError(f"masks have {banned.shape[1]} bits for {logits.shape[1]} logits")
+    if len(rows) == len(logits):
+        logits.masked_fill_(banned, -torch.inf)
+    else:
+        at = to_device(np.array(rows, dtype=np.int64), logits.device)
+        logits[at] = logits[at].masked_fill_(banned, -torch.inf)
 
 
 def _reshape(logits: Tensor, special: _Special, params: SamplingParams, num_output_tokens: int) -> None:

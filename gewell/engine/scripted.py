@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from gewell.cache.geometry import KindGeometry, KVGeometry
 from gewell.cache.page_pool import PagePool
@@ -51,6 +52,10 @@ def scripted_token(
     if eos_odds and draw % eos_odds == 0:
         return EOS_ID
     return alphabet[draw // max(eos_odds, 1) % len(alphabet)]
+
+
+def _is_allowed(words: list[int], token: int) -> bool:
+    return bool(words[token // 32] >> token % 32 & 1)
 
 
 class _Shadow:
@@ -148,6 +153,8 @@ class ScriptedRunner:
         self._is_bad = is_bad
         self._fail_at_step = fail_at_step
         self._results: deque[StepResult] = deque()
+        self._drawing: list[tuple[RequestState, _Row]] = []  # of the step launched last
+        self._masked_rows: list[int] = []
 
     @property
     def depth(self) -> int:
@@ -175,7 +182,14 @@ class ScriptedRunner:
             self._check_row(self._row(req), position, position + 1)
         for chunk in plan.chunks:
             self._check_row(self._row(chunk.req), chunk.start, chunk.end)
-        self._results.append(self._draw(plan))
+        self._drawing = [(req, self._row(req)) for req in plan.sampling_rows()]
+        if not plan.masked_rows:
+            self._results.append(self._draw({}))
+        else:
+            self._masked_rows = plan.masked_rows
+
+    def draw(self, masks: Any) -> None:
+        self._results.append(self._draw(dict(zip(self._masked_rows, masks.tolist(), strict=True))))
 
     def collect(self) -> StepResult:
         return self._results.popleft()
@@ -250,16 +264,20 @@ class ScriptedRunner:
             last = end if end == start + 1 else start
             self._sliding.check(row, row.sliding_pages, row.sliding_start, first, last, "sliding")
 
-    def _draw(self, plan: StepPlan) -> StepResult:
+    def _draw(self, masks: dict[int, list[int]]) -> StepResult:
+        """masks: words of 32 bits by index of the row. A token that a mask bans gives way to the next one allowed."""
         token_ids: list[int] = []
         bad_rows: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
-        for i, req in enumerate(plan.sampling_rows()):
-            row = self._row(req)
+        for i, (req, row) in enumerate(self._drawing):
             position = len(row.hashes)
             token = scripted_token(
                 req.request.sampling.seed, position, row.last_token, alphabet=self._alphabet, eos_odds=self._eos_odds
             )
+            words = masks.get(i)
+            if words is not None and not _is_allowed(words, token):
+                allowed = [other for other in range(256) if _is_allowed(words, other)]
+                token = next((other for other in allowed if other > token), allowed[0])
             if self._is_bad is not None and self._is_bad(req, position):
                 bad_rows.append(i)
             if req.request.sampling.logprobs is not None:

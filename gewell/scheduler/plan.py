@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from gewell.cache.tiers import Transfer
 from gewell.request import TokenLogprobs
@@ -47,6 +47,7 @@ class StepPlan:
     transfers        pages that move between device and host memory, in order
     copies           (source, destination) pages
     freed_pages      filled only when asked for: pages that became free since the last plan
+    masked_rows      indexes into `sampling_rows()` whose token is drawn under a mask; see `Runner.draw`
     """
 
     step_idx: int
@@ -61,6 +62,7 @@ class StepPlan:
     transfers: list[Transfer] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     freed_pages: list[int] = field(default_factory=list)
+    masked_rows: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +97,15 @@ class Runner(Protocol):
     def depth(self) -> int:
         """0: `launch` computes at once. 1: the device works on a step while the host plans the next."""
 
-    def launch(self, plan: StepPlan) -> None: ...
+    def launch(self, plan: StepPlan) -> None:
+        """Begin the step. With `plan.masked_rows` everything but the draw, which then has to follow by `draw`."""
+
+    def draw(self, masks: Any) -> None:
+        """Draw the tokens of the step launched last, whose masks depend on tokens of the step before it.
+
+        masks   numpy int32 [len(masked_rows), words]: bit i % 32 of word i // 32 is set where id i may be drawn;
+                not changed later by the caller
+        """
 
     def collect(self) -> StepResult:
         """The result of the oldest step that was launched and not collected. Waits for it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from gewell.request import CacheAnswer, EngineRequest
+from gewell.request import CacheAnswer, ConstraintRow, EngineRequest
 
 if TYPE_CHECKING:
     from gewell.cache.sequence_pages import SequencePages
@@ -33,6 +33,7 @@ class RequestState:
     num_prompt_tokens: int
     max_output_tokens: int  # of all epochs together, after the clamp to the context
     stop_ids: frozenset[int] = frozenset()
+    grammar: ConstraintRow | None = None  # has taken in all tokens but a stop id; the engine's own
     num_output_tokens: int = 0  # of all epochs together
     stage: Stage = Stage.WAITING
 

@@ -45,7 +45,7 @@ class ChatRenderer:
     """Writes conversations as prompts of one model. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, template: TurnTemplate) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
         self._segments = _SegmentCache(tokenizer, SEGMENT_CACHE_CHARS)
         self.end_ids = tuple(i for name in template.end_tokens if (i := tokenizer.control_id(name)) is not None)
@@ -70,7 +70,7 @@ class ChatRenderer:
 
     def render_text(self, prompt: str) -> list[int]:
         """Ids of a raw completion prompt: the beginning-of-sequence token, where the model has one, and the text."""
-        bos = self._tokenizer.bos_id
+        bos = self.tokenizer.bos_id
         return ([] if bos is None else [bos]) + self._segments.encode(prompt)
 
     def stable_lengths(
@@ -142,7 +142,7 @@ class ChatRenderer:
         return run
 
     def _control(self, control: Control) -> list[int]:
-        token_id = self._tokenizer.control_id(control.name)
+        token_id = self.tokenizer.control_id(control.name)
         if token_id is not None:
             return [token_id]
         if control.name == "<bos>":

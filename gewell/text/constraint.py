@@ -9,105 +9,26 @@ models fill the rest of their budget with it. No torch: masks are numpy words of
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gewell.errors import GewellError, InvalidRequest
+from gewell.errors import GewellError
 from gewell.protocol import ErrorCode
+from gewell.request import ConstraintRow
+from gewell.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, ConstraintKind, ConstraintSpec, refused
 from gewell.text.tokenizer import Tokenizer
 
-MAX_GRAMMAR_CHARS = 256_000
-MAX_CHOICES = 10_000
 _COMPILED_GRAMMARS = 256  # kept, least recently used dropped
 # Applied after whatever the schema asks for by itself ("x-guidance").
 _COMPACT_JSON: Any = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 
 
-class ConstraintKind(StrEnum):
-    JSON_OBJECT = "json_object"
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    CHOICE = "choice"
-    LARK = "lark"
-    TOOL_CALL = "tool_call"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConstraintSpec:
-    """What the answer must look like. `field` is the place in the request that asked for it, for errors."""
-
-    kind: ConstraintKind
-    value: Any = None  # a schema, a regex, a list of choices, a grammar, a list of tool declarations
-    field: str = "request.response_format"
-
-
 class ConstraintFailed(GewellError):
     """A row left its grammar or the grammar became too complex. Ends the row, nothing else."""
-
-
-def parse_response_format(response_format: Mapping[str, Any] | None) -> ConstraintSpec | None:
-    """OpenAI's `response_format`; None where any text will do. Raises InvalidRequest for a form nobody knows."""
-    field = "request.response_format"
-    if response_format is None:
-        return None
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return ConstraintSpec(kind=ConstraintKind.JSON_OBJECT, field=field)
-    if kind == "json_schema":
-        holder = response_format.get("json_schema")
-        schema = holder.get("schema") if isinstance(holder, Mapping) else None
-        if not isinstance(schema, (Mapping, bool)):
-            raise _refused(f"{field}.json_schema.schema", "must be a JSON schema (an object)")
-        return ConstraintSpec(kind=ConstraintKind.JSON_SCHEMA, value=schema, field=f"{field}.json_schema.schema")
-    raise _refused(f"{field}.type", f"{kind!r} is not text, json_object or json_schema")
-
-
-def parse_structured_outputs(options: Mapping[str, Any] | None) -> ConstraintSpec | None:
-    """The `structured_outputs` object that vLLM's clients send: one of json, json_object, regex, choice, grammar."""
-    field = "request.structured_outputs"
-    given = {name: value for name, value in (options or {}).items() if value is not None and value is not False}
-    if not given:
-        return None
-    if len(given) > 1:
-        raise _refused(field, f"one constraint at a time, not {', '.join(sorted(given))}")
-    ((name, value),) = given.items()
-    field = f"{field}.{name}"
-    if name == "json_object":
-        return ConstraintSpec(kind=ConstraintKind.JSON_OBJECT, field=field)
-    if name == "json":
-        return ConstraintSpec(kind=ConstraintKind.JSON_SCHEMA, value=_schema(value, field), field=field)
-    if name == "regex" and isinstance(value, str):
-        return ConstraintSpec(kind=ConstraintKind.REGEX, value=value, field=field)
-    if name == "choice" and isinstance(value, list):
-        return ConstraintSpec(kind=ConstraintKind.CHOICE, value=value, field=field)
-    if name == "grammar" and isinstance(value, str):
-        return ConstraintSpec(kind=ConstraintKind.LARK, value=value, field=field)
-    raise _refused(field, "is not a known constraint of the right type (json, json_object, regex, choice, grammar)")
-
-
-def parse_tool_choice(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> ConstraintSpec | None:
-    """A `tool_choice` that demands a call: "required", or one function by name. None for "auto" and "none"."""
-    field = "request.tool_choice"
-    if tool_choice in (None, "auto", "none"):
-        return None
-    if not tools:
-        raise _refused(field, "needs tools")
-    if tool_choice == "required":
-        return ConstraintSpec(kind=ConstraintKind.TOOL_CALL, value=list(tools), field=field)
-    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    chosen = [tool for tool in tools if tool["function"]["name"] == name]
-    if not chosen:
-        raise _refused(field, f"{name!r} is none of the tools")
-    return ConstraintSpec(kind=ConstraintKind.TOOL_CALL, value=chosen, field=field)
 
 
 class GrammarCompiler:
@@ -151,11 +72,11 @@ class GrammarCompiler:
                 return found
         is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, self._ll)
         if is_error:
-            raise _refused(spec.field, messages[0].partition("\n   1 |")[0].strip()[:500])
+            raise refused(spec.field, messages[0].partition("\n   1 |")[0].strip()[:500])
         matcher = llguidance.LLMatcher(self._ll, source, log_level=0)
         if matcher.is_error():
-            raise _refused(spec.field, matcher.get_error()[:500])
-        grammar = Grammar(matcher, self._tokenizer)
+            raise refused(spec.field, matcher.get_error()[:500])
+        grammar = Grammar(matcher, self._tokenizer, self.num_mask_words)
         with self._lock:
             self._grammars[source] = grammar
             while len(self._grammars) > _COMPILED_GRAMMARS:
@@ -175,7 +96,7 @@ class GrammarCompiler:
         if spec.kind is ConstraintKind.TOOL_CALL:
             return str(LLMatcher.grammar_from_lark(self._tool_grammar(spec)))
         if not isinstance(spec.value, str) or not 0 < len(spec.value) <= MAX_GRAMMAR_CHARS:
-            raise _refused(spec.field, f"must be a text of 1 to {MAX_GRAMMAR_CHARS} characters")
+            raise refused(spec.field, f"must be a text of 1 to {MAX_GRAMMAR_CHARS} characters")
         if spec.kind is ConstraintKind.REGEX:
             return str(LLMatcher.grammar_from_regex(spec.value))
         return str(LLMatcher.grammar_from_lark(spec.value))
@@ -184,7 +105,7 @@ class GrammarCompiler:
         """Calls in the model's markers, the arguments as JSON by their schemas (`gewell.text.tool_call` reads both)."""
         begin, end = (self._tokenizer.control_id(name) for name in ("<|tool_call>", "<tool_call|>"))
         if begin is None or end is None:
-            raise _refused(spec.field, "this model has no tool calls", ErrorCode.UNSUPPORTED)
+            raise refused(spec.field, "this model has no tool calls", ErrorCode.UNSUPPORTED)
         rules = []
         for n, tool in enumerate(spec.value):
             function = tool["function"]
@@ -193,15 +114,21 @@ class GrammarCompiler:
             options = {"x-guidance": _COMPACT_JSON}
             rules.append(f"tool{n}: {json.dumps('call:' + function['name'])} %json {json.dumps(schema | options)}")
         names = " | ".join(f"tool{n}" for n in range(len(rules)))
-        return "\n".join([f"start: (<[{begin}]> call <[{end}]>)+", f"call: {names}", *rules])
+        repeats = "" if spec.is_single else "+"
+        return "\n".join([f"start: (<[{begin}]> call <[{end}]>){repeats}", f"call: {names}", *rules])
 
 
 class Grammar:
-    """A compiled constraint. Immutable; `row` starts a new sequence under it."""
+    """A compiled constraint (`gewell.request.Constraint`). Immutable; `row` starts a new sequence under it."""
 
-    def __init__(self, matcher: Any, tokenizer: Tokenizer) -> None:
+    def __init__(self, matcher: Any, tokenizer: Tokenizer, num_mask_words: int) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._num_mask_words = num_mask_words
+
+    @property
+    def num_mask_words(self) -> int:
+        return self._num_mask_words
 
     def row(self, *, thinking: bool = False) -> "GrammarRow":
         """`thinking`: the model may think first; thoughts are free, the grammar begins behind them."""
@@ -271,7 +198,7 @@ class MaskFiller:
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
 
-    def start(self, rows: Sequence[GrammarRow], masks: NDArray[np.int32]) -> "PendingMasks":
+    def start(self, rows: Sequence[ConstraintRow], masks: NDArray[np.int32]) -> "PendingMasks":
         """Fill masks [len(rows), num_mask_words], int32, contiguous; rows and masks are ours until `result`."""
         if masks.dtype != np.int32 or not masks.flags.c_contiguous or masks.shape[0] != len(rows):
             raise ValueError(f"masks are {masks.dtype} {masks.shape} for {len(rows)} rows, not contiguous int32")
@@ -294,7 +221,7 @@ class PendingMasks:
         return [failure for share in self._shares for failure in share.result()]
 
 
-def _fill(rows: Sequence[GrammarRow], masks: NDArray[np.int32]) -> list[ConstraintFailed | None]:
+def _fill(rows: Sequence[ConstraintRow], masks: NDArray[np.int32]) -> list[ConstraintFailed | None]:
     failures: list[ConstraintFailed | None] = []
     for row, words in zip(rows, masks, strict=True):
         try:
@@ -327,31 +254,18 @@ def _json_grammar(schema: Any, field: str) -> str:
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
-        raise _refused(field, f"is not JSON: {e}") from e
+        raise refused(field, f"is not JSON: {e}") from e
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise _refused(field, f"has {len(text)} characters as JSON, at most {MAX_GRAMMAR_CHARS} are allowed")
+        raise refused(field, f"has {len(text)} characters as JSON, at most {MAX_GRAMMAR_CHARS} are allowed")
     return str(LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT_JSON))
 
 
 def _choice_grammar(spec: ConstraintSpec) -> str:
     choices = spec.value
     if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
-        raise _refused(spec.field, f"must be a list of 1 to {MAX_CHOICES} texts")
+        raise refused(spec.field, f"must be a list of 1 to {MAX_CHOICES} texts")
     if not all(isinstance(choice, str) and choice for choice in choices):
-        raise _refused(spec.field, "must hold texts, none empty")
+        raise refused(spec.field, "must hold texts, none empty")
     if sum(map(len, choices)) > MAX_GRAMMAR_CHARS:
-        raise _refused(spec.field, f"has over {MAX_GRAMMAR_CHARS} characters")
+        raise refused(spec.field, f"has over {MAX_GRAMMAR_CHARS} characters")
     return "start: " + " | ".join(json.dumps(choice) for choice in choices)
-
-
-def _schema(value: Any, field: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as e:
-        raise _refused(field, f"is not JSON: {e}") from e
-
-
-def _refused(field: str, why: str, code: str = ErrorCode.INVALID_REQUEST) -> InvalidRequest:
-    return InvalidRequest(code, f"{field}: {why}", field)

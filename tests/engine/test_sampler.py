@@ -30,11 +30,17 @@ def row(row_idx: int, prompt: list[int], generated: list[int], *, eos: int = 1, 
     )
 
 
-def draw(logits: torch.Tensor, *rows: RequestState, sampler: Sampler | None = None) -> Drawn:
+def draw(
+    logits: torch.Tensor,
+    *rows: RequestState,
+    sampler: Sampler | None = None,
+    mask: tuple[list[int], torch.Tensor] | None = None,
+) -> Drawn:
     sampler = sampler or Sampler(8, VOCAB, torch.device("cpu"))
     for req in rows:
         sampler.join(req)
-    return sampler.draw(logits.clone(), rows, np.array([req.num_tokens for req in rows]))
+    row_idx = np.array([req.row_idx for req in rows])
+    return sampler.draw(logits.clone(), rows, row_idx, np.array([req.num_tokens for req in rows]), mask)
 
 
 def ramp(num_rows: int = 1) -> torch.Tensor:
@@ -74,7 +80,7 @@ def test_penalties_follow_tokens_that_the_host_has_not_seen() -> None:
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
     req = row(0, [5], [], presence_penalty=50.0)
     sampler.join(req)
-    drawn = [int(sampler.draw(ramp(), [req], np.array([1 + i])).token_ids) for i in range(4)]
+    drawn = [int(sampler.draw(ramp(), [req], np.array([req.row_idx]), np.array([1 + i])).token_ids) for i in range(4)]
     assert drawn == [99, 98, 97, 96]
 
 

@@ -417,7 +417,7 @@ def test_key_files_are_checked(tmp_path):
         (CHAT | {"temperature": "hot"}, 400, "temperature"),
         (CHAT | {"n": 0}, 400, "n"),
         (CHAT | {"stream": "yes"}, 400, "stream"),
-        (CHAT | {"response_format": {"type": "nonsense"}}, 400, "response_format"),
+        (CHAT | {"response_format": {"type": "nonsense"}}, 400, "response_format.type"),
         (CHAT | {"x_job": {"nope": 1}}, 400, "x_job.nope"),
         (CHAT | {"x_job": {"id": "not usable"}}, 400, "x_job.id"),
         (CHAT | {"model": "gpt-9"}, 404, "model"),

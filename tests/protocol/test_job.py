@@ -132,11 +132,8 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(constant: s
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("guided_json", {}),
-        ("structured_outputs", {"regex": "a"}),
-        ("tool_choice", "required"),
+        ("grammar", 'root ::= "a"'),
+        ("structural_tag", {"begin": "<a>"}),
         ("parallel_tool_calls", False),
         ("n", 2),
         ("n", True),
@@ -150,6 +147,60 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(constant: s
 def test_a_constraint_we_cannot_keep_is_an_error_even_without_strict(field: str, value: Any):
     error = refusal({"kind": "completion", "request": {"prompt": "hi", field: value}})
     assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, f"request.{field}")
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}},
+            "json_schema",
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "structured_outputs.regex"),
+        ({"guided_json": '{"type": "object"}'}, "json_schema", "guided_json"),
+        ({"guided_choice": ["a", "b"]}, "choice", "guided_choice"),
+        ({"guided_grammar": "start: /a/"}, "lark", "guided_grammar"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_call", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "none", "guided_regex": "a"}, "regex", "guided_regex"),
+    ],
+)
+def test_a_form_asked_for_becomes_the_jobs_constraint(given: dict[str, Any], kind: str, field: str):
+    body = {"kind": "chat", "request": {"messages": [{"role": "user", "content": "hi"}], **given}, "strict": True}
+    constraint = parse_job(json.dumps(body).encode()).constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.field) == (kind, f"request.{field}")
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "field"),
+    [
+        ({"response_format": "json"}, "invalid_request", "response_format"),
+        ({"response_format": {"type": "yaml"}}, "invalid_request", "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "invalid_request", "response_format.json_schema.schema"),
+        ({"guided_regex": 5}, "invalid_request", "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "invalid_request", "guided_choice"),
+        ({"guided_regex": "a", "min_tokens": 3}, "invalid_request", "min_tokens"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "invalid_request", "structured_outputs"),
+        ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "sub"}}}, "invalid_request", "tool_choice"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "unsupported", "guided_regex"),
+    ],
+)
+def test_a_form_that_cannot_be_meant_is_refused_by_name(given: dict[str, Any], code: str, field: str):
+    error = refusal({"kind": "chat", "request": {"messages": [{"role": "user", "content": "hi"}], **given}})
+    assert (error.code, error.field) == (code, f"request.{field}")
+
+
+def test_loops_end_constrained_jobs_unless_told_otherwise():
+    assert not parse().ends_loops
+    assert parse(guided_regex="a+").ends_loops
+    assert parse(repetition_detection=True).ends_loops
+    assert not parse(guided_regex="a+", repetition_detection=False).ends_loops
 
 
 def test_values_that_ask_for_nothing_pass():

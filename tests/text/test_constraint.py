@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from gewell.errors import InvalidRequest
-from gewell.text.constraint import (
-    ConstraintFailed,
+from gewell.structured import (
     ConstraintKind,
     ConstraintSpec,
+    parse_response_format,
+    parse_structured_outputs,
+    parse_tool_choice,
+)
+from gewell.text.constraint import (
+    ConstraintFailed,
     Grammar,
     GrammarCompiler,
     GrammarRow,
     MaskFiller,
-    parse_response_format,
-    parse_structured_outputs,
-    parse_tool_choice,
 )
 from gewell.text.parser import OutputParser
 from gewell.text.tokenizer import ByteTokenizer, HFTokenizer

@@ -51,8 +51,10 @@ BAD = {
     "no-such-stop-id": (completion(stop_token_ids=[70_000]), "invalid_request", "request.stop_token_ids"),
     "image": (chat({"role": "user", "content": [IMAGE]}), "image_unsupported", "request.messages[0].content[0]"),
     "n": (completion(n=2), "unsupported", "request.n"),
-    "json-mode": (completion(response_format={"type": "json_object"}), "unsupported", "request.response_format"),
-    "grammar": (completion(guided_regex="a+"), "unsupported", "request.guided_regex"),
+    "no-regex": (completion(guided_regex="a("), "invalid_request", "request.guided_regex"),
+    "no-grammar": (completion(guided_grammar="start: nowhere"), "invalid_request", "request.guided_grammar"),
+    "schema-keyword": (completion(guided_json={"not": {}}), "invalid_request", "request.guided_json"),
+    "gbnf": (completion(grammar='root ::= "a"'), "unsupported", "request.grammar"),
     "score": (b'{"kind":"score","request":{"prompt":"a","continuations":["b"]}}', "unsupported", "kind"),
 }
 

@@ -228,6 +228,7 @@ def open_job(job_id: str, *, is_chat: bool = True) -> OpenJob:
         tools=None,
         stop=[],
         include_stop=False,
+        ends_loops=False,
         wants_logprobs=False,
         stream=True,
         reply_to=None,

@@ -276,7 +276,8 @@ class Ingest:
         assert draft.job is not None
         try:
             parts = self._preparer.image_parts(draft.job)
-            if not parts and len(draft.taken.body) <= _INLINE_PROMPT_BYTES:
+            is_small = not parts and draft.job.constraint is None and len(draft.taken.body) <= _INLINE_PROMPT_BYTES
+            if is_small:
                 draft.prompt = self._preparer.prepare(draft.job)
             else:
                 blobs = await self._blobs(parts)
@@ -344,8 +345,10 @@ class Ingest:
             lane=taken.lane,
             enqueued_at_ms=taken.enqueued_at_ms,
             deadline_ms=job.deadline_ms,
-            eos_token_ids=self._info.eos_token_ids,
+            eos_token_ids=prompt.end_ids,
             images=prompt.images,
+            constraint=prompt.constraint,
+            thinking=job.thinking and job.kind is Kind.CHAT,
         )
 
     def _open_job(self, draft: _Draft, claim: Claim) -> OpenJob:
@@ -359,7 +362,7 @@ class Ingest:
             lane=draft.taken.lane,
             entry_id=draft.taken.entry_id,
             kept_ids=kept.ids,
-            kept_ends_with_stop_id=prompt is not None and self._ends_with_stop_id(prompt, kept.ids),
+            kept_ends_with_stop_id=prompt is not None and _ends_with_stop_id(prompt, kept.ids),
             kept_text=kept.text,
             kept_tools=kept.tools,
             kept_logprobs=kept.logprobs,
@@ -367,6 +370,7 @@ class Ingest:
             tools=list(job.tools) if job and job.tools else None,
             stop=list(sampling.stop) if sampling else [],
             include_stop=sampling.include_stop if sampling else False,
+            ends_loops=job is not None and job.ends_loops,
             wants_logprobs=sampling is not None and sampling.logprobs is not None,
             stream=job.stream if job else True,
             reply_to=envelope.reply_to,
@@ -381,13 +385,14 @@ class Ingest:
             traceparent=envelope.traceparent,
         )
 
-    def _ends_with_stop_id(self, prompt: Prompt, ids: Sequence[int]) -> bool:
-        """Whether the last token that stands is one that ended the row: it is recorded and not shown."""
-        sampling = prompt.sampling
-        if not ids or len(ids) <= sampling.min_tokens:
-            return False
-        is_eos = ids[-1] in self._info.eos_token_ids and not sampling.ignore_eos
-        return is_eos or ids[-1] in sampling.stop_token_ids
+
+def _ends_with_stop_id(prompt: Prompt, ids: Sequence[int]) -> bool:
+    """Whether the last token that stands is one that ended the row: it is recorded and not shown."""
+    sampling = prompt.sampling
+    if not ids or len(ids) <= sampling.min_tokens:
+        return False
+    is_eos = ids[-1] in prompt.end_ids and not sampling.ignore_eos
+    return is_eos or ids[-1] in sampling.stop_token_ids
 
 
 def _draft(taken: Taken) -> _Draft:

@@ -20,6 +20,7 @@ from gewell.protocol import (
     ToolDelta,
     Usage,
 )
+from gewell.text.repetition import RepetitionDetector
 from gewell.text.tokenizer import Tokenizer
 from gewell_workers.job_text import JobText, Pieces, Span, merge, missing
 from gewell_workers.messages import EndJob, OpenJob
@@ -37,6 +38,7 @@ class Ending:
     cache: dict[str, Any] | None = None
     num_cached: int = 0
     num_cache_write: int = 0
+    is_satisfied: bool | None = None  # of a constrained job: its form is complete
     started_at_s: float | None = None  # time.monotonic(), one clock for all processes of a machine
     first_token_at_s: float | None = None
 
@@ -65,6 +67,7 @@ def ending_of(event: dict[str, Any], expired: bool) -> Ending:
         },
         num_cached=cache["cached_tokens"],
         num_cache_write=cache["cache_write_tokens"],
+        is_satisfied=event["is_satisfied"],
         started_at_s=event["started_at_s"],
         first_token_at_s=event["first_token_at_s"],
     )
@@ -87,6 +90,8 @@ class JobStream:
         self.job = job
         self._tokenizer = tokenizer
         self._text = JobText(pieces, stops=job.stop, include_stop=job.include_stop)
+        self._loops = RepetitionDetector(tokenizer) if job.ends_loops else None
+        self._looped_at: int | None = None  # number of tokens up to and with the one that closed a loop
         self._eager = bool(job.stop)  # a stop string should end its row soon, so every token is looked at when it comes
         self._raw_ids: list[int] = []  # arrived, not yet parsed
         self._spans: list[Span] = []
@@ -104,7 +109,8 @@ class JobStream:
 
     @property
     def stopped_at(self) -> int | None:
-        return self._text.stopped_at
+        """How many tokens stand, once a stop string or a loop among them has ended the row."""
+        return self._looped_at if self._text.stopped_at is None else self._text.stopped_at
 
     @property
     def num_waiting(self) -> int:
@@ -116,9 +122,13 @@ class JobStream:
         return len(self._spans)
 
     def push(self, ids: Sequence[int], logprobs: Sequence[Any] | None = None, *, last_is_stop_id: bool = False) -> bool:
-        """Take new tokens. True when a stop string was completed by them; what follows is dropped."""
+        """Take new tokens. True when a stop string or a loop was completed by them; what follows is dropped."""
         if self.ending is not None or self.stopped_at is not None:
             return False
+        end = self._find_loop(ids[:-1] if last_is_stop_id else ids)
+        if end is not None:
+            ids, last_is_stop_id = ids[:end], False
+            logprobs = None if logprobs is None else logprobs[:end]
         self._raw_ids.extend(ids[:-1] if last_is_stop_id else ids)
         self.ids.extend(ids)
         if logprobs is not None and self.job.wants_logprobs:
@@ -136,7 +146,8 @@ class JobStream:
             self._spans += self._text.finish()
             if self.stopped_at is not None and ending.state is not State.ERROR:
                 # The engine may have come to its own end before it heard of the stop string.
-                ending = replace(ending, state=State.DONE, finish_reason="stop", error=None)
+                reason = "stop" if self._text.stopped_at is not None else "repetition"
+                ending = replace(ending, state=State.DONE, finish_reason=reason, error=None)
             self.ending = ending
 
     def fail(self, error: ErrorInfo) -> None:
@@ -198,6 +209,7 @@ class JobStream:
             tool_calls=tool_calls,
             token_ids=tuple(self.ids),
             logprobs=tuple(self._logprobs) if job.wants_logprobs else None,
+            structured=self._structured(),
             usage=Usage(
                 prompt=job.num_prompt_tokens,
                 completion=len(self.ids),
@@ -217,10 +229,30 @@ class JobStream:
             traceparent=job.traceparent,
         )
 
+    def _structured(self) -> dict[str, Any] | None:
+        """Whether a constrained job's answer has its form; a cut one never should be taken for a whole one."""
+        assert self.ending is not None
+        if self.ending.is_satisfied is None:
+            return None
+        if self.ending.is_satisfied and self.stopped_at is None:
+            return {"valid": True, "reason": None}
+        reason = self.ending.finish_reason
+        return {"valid": False, "reason": "truncated" if reason == "length" else reason}
+
+    def _find_loop(self, ids: Sequence[int]) -> int | None:
+        """How many of these new tokens stand, if a loop is closed by them."""
+        at = None if self._loops is None else self._loops.push(ids)
+        if at is None:
+            return None
+        self._looped_at = len(self.ids) + at + 1
+        return at + 1
+
     def _replay(self) -> None:
         """Rebuild the text state from the tokens that stand, and find what they released but nobody published."""
         kept = self.job.kept_ids
         visible = kept[:-1] if self.job.kept_ends_with_stop_id else kept
+        if self._loops is not None and (at := self._loops.push(visible)) is not None:
+            self._looped_at = at + 1  # the worker died between the loop and the end
         self._text.push(visible)
         self._text.push_hidden(kept[len(visible) :])
         self._spans = missing(self._text, self.job.kept_text, self.job.kept_tools)

@@ -38,6 +38,7 @@ class OpenJob:
     tools: list[dict[str, Any]] | None
     stop: list[str]
     include_stop: bool
+    ends_loops: bool
     wants_logprobs: bool
     stream: bool
     reply_to: str | None

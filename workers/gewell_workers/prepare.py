@@ -1,6 +1,7 @@
 """A job's body made ready for the engine: checked, rendered, tokenised. Pure functions for ingest's thread pool."""
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from gewell.engine.api import CacheHints, EngineInfo
 from gewell.errors import InvalidRequest
 from gewell.job import UNBOUNDED_TOKENS, CacheOptions, Job, Kind
 from gewell.protocol import ErrorCode
-from gewell.request import RequestImage
+from gewell.request import Constraint, RequestImage
 from gewell.sampling import SamplingParams
 from gewell.text.chat import ChatRenderer, load_chat
+from gewell.text.constraint import GrammarCompiler
 from gewell.text.images import ImageProcessor, PatchSettings
 from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gewell_workers.images import ImagePart, image_parts, process
@@ -27,6 +29,8 @@ class Prompt:
     message_starts: tuple[int, ...] = ()
     stable_lengths: tuple[int, ...] = ()
     images: tuple[RequestImage, ...] = ()
+    end_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -42,6 +46,8 @@ class Preparer:
     def __init__(self, info: EngineInfo, chat: ChatRenderer) -> None:
         self._info = info
         self._chat = chat
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         self.images = None if info.vision is None else ImageProcessor(PatchSettings.of_model(info.vision))
 
     def image_parts(self, job: Job) -> list[ImagePart]:
@@ -74,8 +80,25 @@ class Preparer:
             message_starts=rendered.message_starts,
             stable_lengths=rendered.stable_lengths,
             images=rendered.images,
+            end_ids=self.end_ids if job.kind is Kind.CHAT or job.constraint is not None else self._info.eos_token_ids,
+            constraint=self._constraint(job),
             warnings=job.warnings + warnings + cache_warnings,
         )
+
+    def _constraint(self, job: Job) -> Constraint | None:
+        """Takes the lexing of a whole vocabulary once, then milliseconds a new grammar: not for the event loop."""
+        if job.constraint is None:
+            return None
+        with self._compiler_lock:
+            if self._compiler is None:
+                tokenizer, vocab_size = self._chat.tokenizer, self._info.vocab_size
+                self._compiler = GrammarCompiler(tokenizer, end_ids=self.end_ids, vocab_size=vocab_size)
+        return self._compiler.compile(job.constraint)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """What ends a row: the model's own ids, and its template's, which a base checkpoint's config may lack."""
+        return tuple(dict.fromkeys((*self._info.eos_token_ids, *self._chat.end_ids)))
 
     def _render(self, job: Job, blobs: Mapping[str, bytes]) -> "_Rendered":
         assert job.messages is not None

@@ -109,9 +109,16 @@ def _ids(call: Call, record: FinalRecord) -> dict[str, Any]:
 
 
 def _extras(records: Sequence[FinalRecord]) -> dict[str, Any]:
-    """What OpenAI has no place for: seeds, cache and times of each choice."""
+    """What OpenAI has no place for: seeds, cache, times and whether a form is complete, of each choice."""
     jobs = [
-        {"id": r.id, "seed": r.seed, "cache": r.cache, "timing": r.timing.to_dict(), "warnings": r.warnings}
+        {
+            "id": r.id,
+            "seed": r.seed,
+            "cache": r.cache,
+            "timing": r.timing.to_dict(),
+            "structured": r.structured,
+            "warnings": r.warnings,
+        }
         for r in records
     ]
     return {"x_jobs": jobs}
