@@ -15,7 +15,9 @@ _DTYPES = ("float32", "bfloat16")
 
 def verify(
     folders: list[Path] = typer.Argument(help="Folders with config.json, weights, golden.json, golden.safetensors."),  # noqa: B008  typer's way
-    model: Path | None = typer.Option(None, help="Where the checkpoint lies, when not beside the golden outputs."),  # noqa: B008  typer's way
+    model: str | None = typer.Option(
+        None, help="A stored model's name or a folder, when not beside the golden outputs."
+    ),
     target: Path | None = typer.Option(None, help="A drafter's target; default: the sibling that golden.json names."),  # noqa: B008  typer's way
     dtype: str = typer.Option("float32", help="float32, or bfloat16 (held against the reference's own loss)."),
     device: str = typer.Option("cpu", help="A torch device."),
@@ -30,11 +32,12 @@ def verify(
     import torch
 
     from gewell.engine.verify import verify as run
+    from gewell.model_store import model_path
 
     results = [
         run(
             folder,
-            model_dir=model,
+            model_dir=model_path(model) if model else None,
             target_dir=target,
             dtype=getattr(torch, dtype),
             device=device,
