@@ -9,9 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,9 @@ from gewell_workers.config import WorkerConfig
 from gewell_workers.gpu import EXIT_NO_REDIS, run_worker
 from gewell_workers.logs import set_up_logging
 from gewell_workers.resp import Client, LinkLost, ReplyError, describe
+
+if TYPE_CHECKING:
+    from gewell.engine.build import EngineOptions
 
 SCRIPTED = "scripted"  # a model without weights, for tests: deterministic letters
 _DEFAULT_MODELS = ("gewell-nano", "gemma3-270m")  # the first that is stored here
@@ -46,6 +49,7 @@ def up(
     rows: Annotated[int | None, typer.Option(help="Most rows in a step; default: by the device.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
     kv_gib: Annotated[float | None, typer.Option(help="Memory for keys and values; default: what is free.")] = None,
+    host_gib: Annotated[float, typer.Option(help="Host memory for prefixes that find no room there.")] = 0.0,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     drain_s: Annotated[float, typer.Option(help="On SIGTERM, running jobs may finish so long.")] = 30.0,
@@ -67,7 +71,9 @@ def up(
         stall_s=stall_s,
         wait_for_redis=wait,
     )
-    _check_options(rows, max_context, kv_gib, device)
+    flags = EngineFlags(
+        rows=rows, max_context=max_context, kv_gib=kv_gib, host_gib=host_gib, dtype=dtype, device=device
+    )
     folder = _model_folder(model)
     if folder is not None:
         ModelConfig.from_dir(folder)  # a folder that is none of ours is said before anything starts
@@ -79,7 +85,7 @@ def up(
             _require_server(url)
 
         def make() -> Engine:
-            engine = _make_engine(folder, rows, max_context, kv_gib, dtype, device)
+            engine = _make_engine(folder, flags)
             info = engine.info
             _say(
                 f"model {info.model} loaded after {time.monotonic() - started_s:.1f} s: {info.max_num_seqs} rows, "
@@ -96,16 +102,47 @@ def up(
         raise typer.Exit(code)
 
 
-def _check_options(rows: int | None, max_context: int | None, kv_gib: float | None, device: str | None) -> None:
-    """What can be told before a model is read: a wrong number would else be heard of minutes later, or never."""
-    if rows is not None and rows < 1:
-        raise ConfigError("rows", rows, "at least 1")
-    if max_context is not None and max_context < 2:
-        raise ConfigError("max_context", max_context, "at least 2 tokens, one of prompt and one of answer")
-    if kv_gib is not None and not 0 < kv_gib < math.inf:
-        raise ConfigError("kv_gib", kv_gib, "a number of GiB above 0")
-    if device is not None and re.fullmatch(r"cpu|cuda(:\d{1,2})?", device) is None:
-        raise ConfigError("device", device, "cpu or cuda")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """The engine's options, as far as they can be told before a model is read: a wrong number is said at once."""
+
+    rows: int | None = None
+    max_context: int | None = None
+    kv_gib: float | None = None
+    host_gib: float = 0.0
+    dtype: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 1:
+            raise ConfigError("rows", self.rows, "at least 1")
+        if self.max_context is not None and self.max_context < 2:
+            raise ConfigError("max_context", self.max_context, "at least 2 tokens, one of prompt and one of answer")
+        if self.kv_gib is not None and not 0 < self.kv_gib < math.inf:
+            raise ConfigError("kv_gib", self.kv_gib, "a number of GiB above 0")
+        if not 0 <= self.host_gib < math.inf:
+            raise ConfigError("host_gib", self.host_gib, "a number of GiB, 0 or more")
+        if self.dtype not in (None, "bfloat16", "float32"):
+            raise ConfigError("dtype", self.dtype, "bfloat16 or float32")
+        if self.device is not None and re.fullmatch(r"cpu|cuda(:\d{1,2})?", self.device) is None:
+            raise ConfigError("device", self.device, "cpu or cuda")
+
+    def options(self) -> "EngineOptions":
+        """Imports torch. Raises ConfigError for a GPU that is not there."""
+        import torch
+
+        from gewell.engine.build import EngineOptions
+
+        if self.device is not None and self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError("device", self.device, "torch sees no GPU here")
+        return EngineOptions(
+            device=self.device,
+            dtype=None if self.dtype is None else getattr(torch, self.dtype),
+            kv_memory_bytes=None if self.kv_gib is None else int(self.kv_gib * 2**30),
+            host_memory_bytes=int(self.host_gib * 2**30),
+            max_num_seqs=self.rows,
+            max_context=self.max_context,
+        )
 
 
 def _model_folder(name: str | None) -> Path | None:
@@ -155,33 +192,14 @@ def _require_server(url: str) -> None:
         raise typer.Exit(EXIT_NO_REDIS) from error
 
 
-def _make_engine(
-    folder: Path | None,
-    rows: int | None,
-    max_context: int | None,
-    kv_gib: float | None,
-    dtype: str | None,
-    device: str | None,
-) -> Engine:
+def _make_engine(folder: Path | None, flags: EngineFlags) -> Engine:
     if folder is None:
-        return _make_scripted(rows, max_context)
-    import torch  # here, so that `gewell up --help` and the scripted engine start without it
+        return _make_scripted(flags.rows, flags.max_context)
+    from gewell.engine.build import (
+        build_engine,
+    )  # here, so that `gewell up --help` and the scripted engine need no torch
 
-    from gewell.engine.build import EngineOptions, build_engine
-
-    dtypes = {None: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
-    if dtype not in dtypes:
-        raise ConfigError("dtype", dtype, "bfloat16 or float32")
-    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device", device, "torch sees no GPU here")
-    options = EngineOptions(
-        device=device,
-        dtype=dtypes[dtype],
-        kv_memory_bytes=None if kv_gib is None else int(kv_gib * 2**30),
-        max_num_seqs=rows,
-        max_context=max_context,
-    )
-    return build_engine(folder, options)
+    return build_engine(folder, flags.options())
 
 
 def _make_scripted(rows: int | None, max_context: int | None) -> Engine:
