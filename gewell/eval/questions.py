@@ -77,8 +77,8 @@ def file_questions(path: Path, *, count: CountTokens) -> Iterator[Question]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as e:
-        raise ConfigError("data", str(path), f"must be a readable file: {e.strerror}") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError("data", str(path), f"must be a readable file of UTF-8 text: {e}") from e
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield _from_line(f"{path}:{number}", line, path.parent, count)
@@ -100,7 +100,12 @@ def _from_line(where: str, line: str, folder: Path, count: CountTokens) -> Quest
         scorer = Scorer(entry.get("scorer", "exact"))
     except ValueError:
         raise ConfigError(f"{where}: scorer", entry["scorer"], f"must be one of {', '.join(Scorer)}") from None
-    messages = entry.get("messages") or [user(_text(where, entry["prompt"]))]
+    max_tokens = entry.get("max_tokens", 2 * count(entry["answer"]) + SPARE_TOKENS)
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise ConfigError(f"{where}: max_tokens", max_tokens, "must be a whole number of at least 1")
+    if not isinstance(entry.get("thinking", False), bool):
+        raise ConfigError(f"{where}: thinking", entry["thinking"], "must be true or false")
+    messages = _messages(where, entry["messages"]) if "messages" in entry else [user(_text(where, entry["prompt"]))]
     if "image" in entry:
         messages = [*messages[:-1], _with_image(where, messages[-1], folder / _text(where, entry["image"]))]
     return Question(
@@ -108,8 +113,8 @@ def _from_line(where: str, line: str, folder: Path, count: CountTokens) -> Quest
         messages=messages,
         expected=entry["answer"],
         scorer=scorer,
-        max_tokens=int(entry.get("max_tokens", 2 * count(entry["answer"]) + SPARE_TOKENS)),
-        thinking=bool(entry.get("thinking", False)),
+        max_tokens=max_tokens,
+        thinking=entry.get("thinking", False),
     )
 
 
@@ -119,7 +124,16 @@ def _text(where: str, value: object) -> str:
     return value
 
 
+def _messages(where: str, value: object) -> list[dict[str, Any]]:
+    """What is inside a message is the worker's to judge: its refusal is the question's answer."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise ConfigError(f"{where}: messages", value, "must be a list of messages, at least one")
+    return value
+
+
 def _with_image(where: str, message: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    if not isinstance(message.get("content"), str):
+        raise ConfigError(f"{where}: image", str(file), "the last message must be a text to put it before")
     kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
     try:
         encoded = base64.b64encode(file.read_bytes()).decode()

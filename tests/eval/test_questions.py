@@ -45,11 +45,23 @@ def test_all_fields_are_taken(tmp_path: Path) -> None:
         ({"prompt": "a", "answer": "4", "scorer": "fuzzy"}, "scorer"),
         ({"prompt": "a", "answer": "4", "anwser": "4"}, "anwser"),
         ({"prompt": "a", "answer": "4", "image": "missing.png"}, "image"),
+        ({"messages": [], "answer": "4"}, "messages"),
+        ({"messages": "a", "answer": "4"}, "messages"),
+        ({"messages": [{"role": "user"}], "answer": "4", "image": "dot.png"}, "image"),
+        ({"prompt": "a", "answer": "4", "max_tokens": "9"}, "max_tokens"),
+        ({"prompt": "a", "answer": "4", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "answer": "4", "thinking": "no"}, "thinking"),
     ],
 )
 def test_a_faulty_line_is_named(tmp_path: Path, line: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read(tmp_path / "q.jsonl", {"prompt": "a", "answer": "b"}, line)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match=r"q\.jsonl"):
+        list(file_questions(tmp_path / "q.jsonl", count=len))
 
 
 def test_a_missing_file_and_an_unknown_task_are_named(tmp_path: Path) -> None:
