@@ -195,9 +195,7 @@ def _require_server(url: str) -> None:
 def _make_engine(folder: Path | None, flags: EngineFlags) -> Engine:
     if folder is None:
         return _make_scripted(flags.rows, flags.max_context)
-    from gewell.engine.build import (
-        build_engine,
-    )  # here, so that `gewell up --help` and the scripted engine need no torch
+    from gewell.engine.build import build_engine  # imports torch, which `--help` and the scripted engine do not need
 
     return build_engine(folder, flags.options())
 
