@@ -34,6 +34,7 @@ from gewell.protocol import (
     Lane,
     State,
 )
+from gewell.redis_url import check_url
 from gewell_producers.connection import (
     FULL_POLL_S,
     LATER_ERRORS,
@@ -48,7 +49,6 @@ from gewell_producers.connection import (
     acknowledged_ids,
     as_text,
     cancel_entry,
-    check_url,
     connection_options,
     oldest_cancel_id,
     refused,

@@ -1,22 +1,20 @@
-"""Where Redis is, how long to wait for it, and what its errors mean for a producer. Shared by both clients."""
+"""How to reach Redis, how long to wait for it, and what its errors mean for a producer. Shared by both clients."""
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.connection import parse_url
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from gewell.errors import ConfigError, InvalidRequest, NoWorker, QueueError
+from gewell.errors import InvalidRequest, NoWorker, QueueError
 from gewell.protocol import CANCEL_STREAM_TTL_S, CancelKind, ErrorCode, check_id
+from gewell.redis_url import shown_url
 from gewell_producers.errors import Unreachable
 
 # The link is gone, or the server cannot serve just now: the same command may succeed later. All of ours are idempotent.
@@ -46,25 +44,6 @@ class Patience:
     reconnect_s: float | None = 120.0
     no_worker_s: float | None = 60.0
     queue_full_s: float | None = None
-
-
-def shown_url(url: str) -> str:
-    """The URL without user and password."""
-    parts = urlsplit(url)
-    place = parts.path if parts.hostname is None else f"{parts.hostname}:{parts.port or 6379}{parts.path}"
-    return f"{parts.scheme}://{place}"
-
-
-def check_url(url: str) -> str:
-    """The URL, if it can be one of a server. A password in it is not shown."""
-    hidden = re.sub(r"//[^/]*@", "//...@", url)
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError("redis", hidden, "expected redis://, rediss:// or unix://")
-    try:
-        parse_url(url)  # type: ignore[no-untyped-call]  # redis-py has no type there
-    except ValueError as error:
-        raise ConfigError("redis", hidden, str(error)) from None
-    return url
 
 
 def connection_options(url: str, retry: type[Retry] | type[AsyncRetry]) -> dict[str, Any]:

@@ -5,10 +5,9 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 
-from redis.connection import parse_url
-
 from gewell.errors import ConfigError
 from gewell.protocol import DEFAULT_NAMESPACE, MAX_QUEUE_LEN, WORKER_TTL_S, Keys, is_valid_namespace
+from gewell.redis_url import check_url
 
 
 def new_worker_id() -> str:
@@ -42,10 +41,7 @@ class WorkerConfig:
             value = getattr(self, name)
             if not low <= value <= 86_400:
                 raise ConfigError(name, value, f"{low} to 86400 seconds")
-        try:
-            parse_url(self.redis_url)  # type: ignore[no-untyped-call]  # redis-py's has no types
-        except ValueError as error:
-            raise ConfigError("redis", self.redis_url, str(error)) from error
+        check_url(self.redis_url)
         if not is_valid_namespace(self.ns):
             raise ConfigError("ns", self.ns, "1 to 64 characters of A-Z a-z 0-9 . _ -")
         if self.window_rows is not None and self.window_rows < 1:

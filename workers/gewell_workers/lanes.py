@@ -4,12 +4,12 @@ import logging
 from collections.abc import Collection, Sequence
 
 from gewell.protocol import GROUP, Keys, Lane, is_valid_id
+from gewell.scheduler.fairness import LANE_WEIGHTS
 from gewell_workers.claim import Taken
 from gewell_workers.resp import Client, Reply, ReplyError, pack, raise_error
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = {Lane.HIGH: 8, Lane.NORMAL: 4, Lane.LOW: 1}
 _BLOCK_MS = 500  # an idle read looks up so often whether it should stop
 
 
@@ -66,11 +66,11 @@ class LaneReader:
 
     def _shares(self, room: int, lanes: Collection[Lane]) -> dict[Lane, int]:
         shares: dict[Lane, int] = {}
-        total = sum(WEIGHTS[lane] for lane in lanes)
+        total = sum(LANE_WEIGHTS[lane] for lane in lanes)
         for _ in range(room):
             for lane in lanes:
-                self._credit[lane] += WEIGHTS[lane]
-            best = max(lanes, key=lambda lane: (self._credit[lane], WEIGHTS[lane]))
+                self._credit[lane] += LANE_WEIGHTS[lane]
+            best = max(lanes, key=lambda lane: (self._credit[lane], LANE_WEIGHTS[lane]))
             self._credit[best] -= total
             shares[best] = shares.get(best, 0) + 1
         return shares

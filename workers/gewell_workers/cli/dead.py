@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import redis
 import typer
 
-from gewell.embedded import default_url
 from gewell.errors import QueueError
 from gewell.protocol import DEFAULT_NAMESPACE, TERMINAL_STATES, JobField, Keys, Lane, check_id, job_entry
+from gewell_workers.cli.connect import connect
 
 app = typer.Typer(no_args_is_help=True, help="Look at jobs that were given up, and send them again.")
 
@@ -27,7 +27,7 @@ def list_dead(
     ns: Namespace = DEFAULT_NAMESPACE,
 ) -> None:
     """Entry, time, lane, job and reason of what was given up, newest first. No prompt text."""
-    client, keys = _connect(redis_url), Keys(ns)
+    client, keys = connect(redis_url), Keys(ns)
     for entry_id, fields in client.xrevrange(keys.dead, count=count):
         when = datetime.fromtimestamp(int(entry_id.partition(b"-")[0]) / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S")
         row = [entry_id, fields.get(b"lane"), fields.get(b"id") or b"(no id)", fields.get(b"reason")]
@@ -43,7 +43,7 @@ def show(
     ns: Namespace = DEFAULT_NAMESPACE,
 ) -> None:
     """One entry with its whole body."""
-    fields = _get(_connect(redis_url), Keys(ns), entry)
+    fields = _get(connect(redis_url), Keys(ns), entry)
     for name in ("lane", "entry", "id", "reason"):
         typer.echo(f"{name}: {fields.get(name.encode(), b'').decode(errors='replace')}")
     body = fields.get(b"body", b"")
@@ -62,7 +62,7 @@ def redrive(
     ns: Namespace = DEFAULT_NAMESPACE,
 ) -> None:
     """Put entries back into their lane as new jobs: under the old id (its record is forgotten) or under --id."""
-    client, keys = _connect(redis_url), Keys(ns)
+    client, keys = connect(redis_url), Keys(ns)
     if everything == bool(entries):
         raise typer.BadParameter("name entries, or --all")
     if job_id is not None and (everything or len(entries or ()) != 1):
@@ -79,17 +79,8 @@ def drop(
     ns: Namespace = DEFAULT_NAMESPACE,
 ) -> None:
     """Forget entries for good."""
-    client, keys = _connect(redis_url), Keys(ns)
+    client, keys = connect(redis_url), Keys(ns)
     typer.echo(f"{client.xdel(keys.dead, *entries)} dropped")
-
-
-def _connect(url: str | None) -> Any:
-    client = redis.Redis.from_url(url or default_url(), socket_timeout=5)
-    try:
-        client.ping()
-    except redis.RedisError as error:
-        raise QueueError(f"no usable server at {url or default_url()}: {error}") from error
-    return client
 
 
 def _get(client: Any, keys: Keys, entry: str) -> dict[bytes, bytes]:

@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-import redis as redis_py
 import typer
+from redis.exceptions import RedisError
 
-from gewell.embedded import default_url
 from gewell.errors import QueueError
 from gewell.protocol import DEFAULT_NAMESPACE, Keys
+from gewell_workers.cli.connect import connect
 from gewell_workers.doctor import Verdict, examine
 
 
@@ -21,8 +21,7 @@ def doctor(
 
     Changes nothing.
     """
-    url = redis or default_url()
-    client = redis_py.Redis.from_url(url, socket_timeout=5)
+    client = connect(redis)
     worst = Verdict.OK
     try:
         for finding in examine(client, Keys(ns)):
@@ -30,7 +29,7 @@ def doctor(
             typer.echo(f"{finding.verdict:<4}  {finding.name:<14} {finding.text}{remedy}")
             if finding.verdict is Verdict.FAIL:
                 worst = Verdict.FAIL
-    except redis_py.RedisError as error:
-        raise QueueError(f"no usable server at {url}: {error}") from error
+    except RedisError as error:
+        raise QueueError(f"the server went away: {error}") from error
     if worst is Verdict.FAIL:
         raise typer.Exit(1)

@@ -21,6 +21,7 @@ from gewell.engine.api import Engine
 from gewell.errors import ConfigError, GewellError
 from gewell.model_store import list_models, model_path
 from gewell.protocol import DEFAULT_NAMESPACE
+from gewell.redis_url import shown_url
 from gewell_workers.config import WorkerConfig
 from gewell_workers.gpu import EXIT_NO_REDIS, run_worker
 from gewell_workers.logs import set_up_logging
@@ -226,6 +227,7 @@ def _spring_trap(head: bytes) -> bool:
 
 def _how_to(url: str, ns: str, *, is_embedded: bool) -> str:
     body = '{"kind":"chat","request":{"messages":[{"role":"user","content":"Hello"}],"max_tokens":64}}'
+    url = shown_url(url)  # what is printed ends up in logs
     lines = [
         "send a job:",
         f"  gewell run 'Hello'{'' if is_embedded else f' --redis {url}'}",
