@@ -174,6 +174,10 @@ class Keys:
     def worker(self, worker_id: str) -> str:
         return f"{self.ns}:worker:{check_id(worker_id, 'worker')}"
 
+    def heartbeat_of(self, consumer: str) -> str:
+        """`worker` for whoever reads in the group: a foreign reader's name need not be an id, and beats nowhere."""
+        return f"{self.ns}:worker:{consumer}"
+
     @property
     def workers_pattern(self) -> str:
         return f"{self.ns}:worker:*"

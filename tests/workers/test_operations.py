@@ -87,7 +87,7 @@ def test_doctor_finds_what_is_planted(own_server: EmbeddedServer, tmp_path: Path
         client.xadd(harness.keys.jobs("low"), {"id": "a"})
         client.xgroup_create(harness.keys.jobs("high"), "gpu", "0", mkstream=True)
         client.xadd(harness.keys.jobs("high"), {"id": "b"})
-        client.xreadgroup("gpu", "gone", {harness.keys.jobs("high"): ">"})
+        client.xreadgroup("gpu", "a foreign reader", {harness.keys.jobs("high"): ">"})
         bury(harness, "a", "x")
         client.config_set("maxmemory", int(client.info("memory")["used_memory"] * 1.2))  # little left, nothing evicted
         found = verdicts(harness)

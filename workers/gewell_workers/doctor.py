@@ -12,6 +12,7 @@ from gewell.protocol import GROUP, HANDBACK_CONSUMER, InfoField, Keys, Lane, Wor
 from gewell_workers.server_check import MIN_REDIS, PROMISES
 
 _MAX_SKEW_MS = 1_000.0
+_SLOW_RTT_MS = 20.0  # a decode step of a large model
 _MIN_MEMORY_LEFT = 0.2  # share of maxmemory
 
 
@@ -63,7 +64,7 @@ def _server(client: Any, keys: Keys) -> Iterator[Finding]:
     if version < MIN_REDIS:
         yield Finding(verdict=Verdict.FAIL, name="server", text=shown, remedy="6.2 or later is needed")
     else:
-        slow = rtt_ms > 20
+        slow = rtt_ms > _SLOW_RTT_MS
         remedy = "every token waits for round trips: move the server closer" if slow else ""
         yield Finding(verdict=Verdict.WARN if slow else Verdict.OK, name="server", text=shown, remedy=remedy)
 
@@ -158,7 +159,7 @@ def _lanes(client: Any, keys: Keys) -> Iterator[Finding]:
 def _consumers(client: Any, keys: Keys, lane: Lane) -> Iterator[Finding]:
     for consumer in client.xinfo_consumers(keys.jobs(lane), GROUP):
         name, pending = consumer["name"].decode(), consumer["pending"]
-        if not pending or client.exists(keys.worker(name)):
+        if not pending or client.exists(keys.heartbeat_of(name)):
             continue
         what = "handed back" if name == HANDBACK_CONSUMER else f"with dead worker {name}"
         yield Finding(

@@ -91,7 +91,7 @@ class Lease:
         consumers = [dict(zip(row[::2], row[1::2], strict=True)) for row in rows]
         others = [row for row in consumers if row[b"name"].decode() != self._worker_id]
         names = [row[b"name"].decode() for row in others]
-        beats = await self._client.batch([pack("EXISTS", f"{self._keys.ns}:worker:{name}") for name in names])
+        beats = await self._client.batch([pack("EXISTS", self._keys.heartbeat_of(name)) for name in names])
         dead = []
         for row, name, is_alive in zip(others, names, beats, strict=True):
             if raise_error(is_alive):
