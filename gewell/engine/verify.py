@@ -127,7 +127,9 @@ def _run_layout(
 ) -> Iterator[Finding]:
     geometry = model.kv_plan.geometry
     lengths = [len(case.prompt_ids) + len(case.greedy_ids) for case in cases]
-    replay = Replay(model, num_pages=sum(geometry.num_pages(length) + 4 for length in lengths))
+    # While a chunk is added, its sequence still holds the window before it.
+    pages = [geometry.num_pages(n) + geometry.num_pages(min(n, geometry.sliding_window)) + 1 for n in lengths]
+    replay = Replay(model, num_pages=sum(pages))
     for way in chosen:
         groups = [cases] if way.is_together else [[case] for case in cases]
         for group in groups:
