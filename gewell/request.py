@@ -104,11 +104,14 @@ class EngineRequest:
     images: tuple[RequestImage, ...] = ()  # in order of their tokens
     constraint: Constraint | None = None
     thinking: bool = False  # thoughts before the answer are free of the constraint
+    score_from: int | None = None  # log-probabilities of prompt_ids[score_from:] are wanted; at least 1
+    num_score_top: int = 0  # and of so many alternatives to each
+    continuations: tuple[tuple[int, ...], ...] = ()  # of a score job: see `gewell.engine.scoring`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities of one generated token and of the best alternatives, natural logarithm, clamped to >= -9999."""
+    """Log-probabilities of one token and of the best alternatives, natural logarithm, clamped to >= -9999."""
 
     token_id: int
     logprob: float

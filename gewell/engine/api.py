@@ -58,6 +58,8 @@ class FinishedEvent:
     stop_token_id: int | None = None  # the id that ended it, if one did
     error_code: str | None = None
     error_message: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt's tokens from `score_from` on
+    scores: tuple[tuple[TokenLogprobs, ...], ...] | None = None  # of each of the request's continuations
     is_satisfied: bool | None = None  # of a constrained request: whether what stands is complete under its grammar
     started_at_s: float | None = None  # time.monotonic() when first scheduled; None: never was
     first_token_at_s: float | None = None

@@ -12,10 +12,10 @@ from gewell.engine.api import EngineInfo, EngineStats, Event, FinishedEvent, Fin
 from gewell.engine.masks import MaskMaker, StepMasks
 from gewell.errors import EngineError
 from gewell.protocol import ErrorCode
-from gewell.request import CacheAnswer, ConstraintRow, EngineRequest
+from gewell.request import CacheAnswer, ConstraintRow, EngineRequest, TokenLogprobs
 from gewell.scheduler.batch import Scheduler
 from gewell.scheduler.fairness import LANE_WEIGHTS
-from gewell.scheduler.plan import Runner, StepPlan
+from gewell.scheduler.plan import PrefillChunk, Runner, StepPlan
 from gewell.scheduler.request import RequestState, Stage
 from gewell.text.constraint import ConstraintFailed
 
@@ -181,6 +181,8 @@ class PagedEngine:
             return ErrorCode.IMAGE_UNSUPPORTED, "this engine reads text alone"
         if request.lane not in LANE_WEIGHTS:
             return ErrorCode.INVALID_REQUEST, f"lane: {request.lane!r} is not one of {', '.join(LANE_WEIGHTS)}"
+        if request.score_from is not None and not 1 <= request.score_from <= num_prompt:
+            return ErrorCode.INVALID_REQUEST, f"score_from: {request.score_from} is not a position of 1 to {num_prompt}"
         return None
 
     def _make_state(self, request: EngineRequest) -> RequestState:
@@ -263,7 +265,9 @@ class PagedEngine:
         rows = plan.sampling_rows()
         if len(result.token_ids) != len(rows):
             raise EngineError(f"step {plan.step_idx}: {len(result.token_ids)} tokens for {len(rows)} rows")
-        bad = [rows[i] for i in result.bad_rows]
+        bad = [rows[i] for i in result.bad_rows] + [plan.chunks[i].req for i in result.bad_chunks]
+        for i, scores in result.scores.items():
+            _note_scores(plan.chunks[i], scores)
         self._scheduler.complete(plan, bad)
         for req in bad:
             if req.stage is not Stage.FINISHED:
@@ -397,6 +401,14 @@ def _grammar(req: RequestState) -> ConstraintRow | None:
     return row
 
 
+def _note_scores(chunk: PrefillChunk, scores: list[TokenLogprobs]) -> None:
+    """A preempted request is computed again from its first scored token on: what stands is written over."""
+    req = chunk.req
+    assert req.request.score_from is not None
+    del req.scored[chunk.scored[0] - req.request.score_from :]
+    req.scored.extend(scores)
+
+
 def _finished(
     req: RequestState,
     reason: FinishReason,
@@ -414,6 +426,7 @@ def _finished(
         stop_token_id=stop_token_id,
         error_code=error_code,
         error_message=error_message,
+        prompt_logprobs=None if req.request.score_from is None else tuple(req.scored),
         is_satisfied=None if req.grammar is None else req.grammar.is_satisfied,
         started_at_s=req.started_at_s,
         first_token_at_s=req.first_token_at_s,

@@ -23,6 +23,7 @@ from gewell.engine.graphs import DecodeGraphs
 from gewell.engine.images import ImageFeatures
 from gewell.engine.kv_store import KVStore
 from gewell.engine.sampler import Drawn, Sampler
+from gewell.engine.score import Scores, score_tokens
 from gewell.engine.step_arrays import Packer, PageTables, StepArrays, to_device
 from gewell.model.gemma import ForwardBatch, GemmaModel
 from gewell.scheduler.plan import StepPlan, StepResult
@@ -32,9 +33,10 @@ from gewell.scheduler.request import RequestState
 class _Launched:
     """Results of one step on their way to the host."""
 
-    def __init__(self, drawn: Drawn | None) -> None:
-        """drawn: None when no row drew in the step."""
+    def __init__(self, drawn: Drawn | None, scores: dict[int, Scores]) -> None:
+        """drawn: None when no row drew in the step. scores: by index of the chunk."""
         self._drawn = drawn
+        self._scores = scores
         self._host: Tensor | None = None
         self._is_there: torch.cuda.Event | None = None
         if drawn is not None and drawn.token_ids.is_cuda:
@@ -46,15 +48,24 @@ class _Launched:
 
     def result(self) -> StepResult:
         drawn = self._drawn
+        scores = {i: found.on_host() for i, found in self._scores.items()}
+        bad_chunks = [i for i, found in scores.items() if found is None]
+        sound = {i: found for i, found in scores.items() if found is not None}
         if drawn is None:
-            return StepResult(token_ids=[])
+            return StepResult(token_ids=[], scores=sound, bad_chunks=bad_chunks)
         if self._host is not None and self._is_there is not None:
             self._is_there.synchronize()
             token_ids, is_sound = self._host.tolist()
         else:
             token_ids, is_sound = drawn.token_ids.tolist(), drawn.is_sound.tolist()
         bad_rows = [i for i, sound in enumerate(is_sound) if not sound]
-        return StepResult(token_ids=token_ids, bad_rows=bad_rows, logprobs=drawn.logprobs_on_host(token_ids))
+        return StepResult(
+            token_ids=token_ids,
+            bad_rows=bad_rows,
+            logprobs=drawn.logprobs_on_host(token_ids),
+            scores=sound,
+            bad_chunks=bad_chunks,
+        )
 
 
 class _Undrawn(NamedTuple):
@@ -65,6 +76,7 @@ class _Undrawn(NamedTuple):
     step: StepArrays
     drawing: Tensor  # hidden states of the rows that draw
     logits: Tensor  # of a graph: valid until the next replay
+    scores: dict[int, Scores]
 
 
 class ModelRunner:
@@ -119,16 +131,18 @@ class ModelRunner:
         self.store.poison_freed(plan.freed_pages)
         self.store.copy(plan.copies)
         step = StepArrays(plan)
+        scores: dict[int, Scores] = {}
         if self.graphs is not None and not plan.chunks:
             drawing, logits = self.graphs.run(step, self._full, self._sliding)
         else:
             hidden = self.model.forward(self._with_images(self._batch(step), plan, step), self.store.pages)
+            scores = self._score(plan, step, hidden)
             if not len(step.drawing_rows):
-                self._launched.append(_Launched(None))
+                self._launched.append(_Launched(None, scores))
                 return
             drawing = hidden if step.all_draw else hidden[to_device(step.drawing_tokens, self._device)]
             logits = self.model.logits(drawing)
-        self._undrawn = _Undrawn(plan, plan.sampling_rows(), step, drawing, logits)
+        self._undrawn = _Undrawn(plan, plan.sampling_rows(), step, drawing, logits, scores)
         if not plan.masked_rows:
             self._draw(None)
 
@@ -140,12 +154,25 @@ class ModelRunner:
         """masks [masked rows, bytes] uint8."""
         if self._undrawn is None:
             raise RuntimeError("no step waits for its draw")
-        (plan, rows, step, drawing, logits), self._undrawn = self._undrawn, None
+        (plan, rows, step, drawing, logits, scores), self._undrawn = self._undrawn, None
         mask = None if masks is None else (plan.masked_rows, masks)
         drawn = self._sampler.draw(logits, rows, step.drawing_rows, step.draw_positions, mask)
         self._last_tokens[to_device(step.drawing_rows, self._device)] = drawn.token_ids
         is_sound = drawn.is_sound & drawing.sum(dim=1, dtype=torch.float32).isfinite()
-        self._launched.append(_Launched(replace(drawn, is_sound=is_sound)))
+        self._launched.append(_Launched(replace(drawn, is_sound=is_sound), scores))
+
+    def _score(self, plan: StepPlan, step: StepArrays, hidden: Tensor) -> dict[int, Scores]:
+        """Log-probabilities of the chunks' prompt tokens, by index of the chunk."""
+        found = {}
+        for i, chunk in enumerate(plan.chunks):
+            first, last = chunk.scored
+            if first < last:
+                before = int(step.cu_seqlens[step.num_decodes + i]) + first - 1 - chunk.start
+                targets = np.array(chunk.req.tokens[first:last], dtype=np.int64)
+                rows = hidden[before : before + last - first]
+                num_top = chunk.req.request.num_score_top
+                found[i] = score_tokens(self.model.logits, rows, to_device(targets, self._device), num_top)
+        return found
 
     def collect(self) -> StepResult:
         return self._launched.popleft().result()

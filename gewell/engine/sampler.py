@@ -48,14 +48,15 @@ class Drawn:
         return {
             i: TokenLogprobs(
                 token_id=token_ids[i],
-                logprob=_finite(float(chosen[0])),
-                top=tuple(zip(ids.tolist(), map(_finite, values.tolist()), strict=True)),
+                logprob=as_logprob(float(chosen[0])),
+                top=tuple(zip(ids.tolist(), map(as_logprob, values.tolist()), strict=True)),
             )
             for i, chosen, values, ids in self.logprobs
         }
 
 
-def _finite(logprob: float) -> float:
+def as_logprob(logprob: float) -> float:
+    """What JSON can carry."""
     return max(logprob, MIN_LOGPROB) if logprob == logprob else MIN_LOGPROB
 
 

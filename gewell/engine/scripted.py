@@ -54,6 +54,17 @@ def scripted_token(
     return alphabet[draw // max(eos_odds, 1) % len(alphabet)]
 
 
+def scripted_logprob(position: int, token: int) -> float:
+    """What the script says of a given token."""
+    return -(_mix(_mix(0, position), token) % 1000) / 100
+
+
+def _scores(chunk: PrefillChunk) -> list[TokenLogprobs]:
+    num_top, tokens = chunk.req.request.num_score_top, chunk.req.tokens
+    found = [(tokens[at], scripted_logprob(at, tokens[at])) for at in range(*chunk.scored)]
+    return [TokenLogprobs(token_id=t, logprob=lp, top=((t, lp),) if num_top else ()) for t, lp in found]
+
+
 def _is_allowed(words: list[int], token: int) -> bool:
     return bool(words[token // 32] >> token % 32 & 1)
 
@@ -155,6 +166,7 @@ class ScriptedRunner:
         self._results: deque[StepResult] = deque()
         self._drawing: list[tuple[RequestState, _Row]] = []  # of the step launched last
         self._masked_rows: list[int] = []
+        self._scores: dict[int, list[TokenLogprobs]] = {}
 
     @property
     def depth(self) -> int:
@@ -183,6 +195,7 @@ class ScriptedRunner:
         for chunk in plan.chunks:
             self._check_row(self._row(chunk.req), chunk.start, chunk.end)
         self._drawing = [(req, self._row(req)) for req in plan.sampling_rows()]
+        self._scores = {i: _scores(chunk) for i, chunk in enumerate(plan.chunks) if chunk.scored[1]}
         if not plan.masked_rows:
             self._results.append(self._draw({}))
         else:
@@ -285,7 +298,7 @@ class ScriptedRunner:
                 logprobs[i] = TokenLogprobs(token_id=token, logprob=0.0, top=top)
             token_ids.append(token)
             row.extend((token,))
-        return StepResult(token_ids=token_ids, bad_rows=bad_rows, logprobs=logprobs)
+        return StepResult(token_ids=token_ids, bad_rows=bad_rows, logprobs=logprobs, scores=self._scores)
 
 
 def build_scripted_engine(

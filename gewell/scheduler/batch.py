@@ -326,6 +326,7 @@ class Scheduler:
                 is_last=is_last,
                 samples=is_last and req.num_output_tokens < req.max_output_tokens,
                 keep_positions=tuple(keeps),
+                scored=req.scored_tokens(start, end),
             )
         )
         plan.copies.extend(appended.copies)
@@ -377,6 +378,7 @@ class Scheduler:
             if leader.request.cache.mode != "auto" or leader.request.cache.salt != cache.salt:
                 continue
             limit = min(req.num_tokens - 1, _first_other_image(leader, req))
+            limit = min(limit, leader.num_shareable_tokens, req.num_shareable_tokens)
             common = common_prefix(leader.tokens, req.tokens, limit)
             if common < least:
                 continue

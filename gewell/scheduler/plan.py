@@ -18,6 +18,8 @@ class PrefillChunk:
     is_last                     its last token is the newest one known
     samples                     and the next token is to be drawn after it
     keep_positions              checkpoints to be taken when the step was computed
+    scored                      positions [first, last) of prompt tokens whose log-probabilities are wanted: those of
+                                the tokens before them are computed here
     """
 
     req: RequestState
@@ -28,6 +30,7 @@ class PrefillChunk:
     is_last: bool
     samples: bool
     keep_positions: tuple[int, ...] = ()
+    scored: tuple[int, int] = (0, 0)
 
     @property
     def end(self) -> int:
@@ -83,11 +86,15 @@ class StepResult:
 
     bad_rows   indexes of rows whose logits were not all numbers; their token means nothing
     logprobs   by index, for the rows that asked
+    scores     by index of the chunk: its `scored` tokens
+    bad_chunks indexes of chunks with scores that are not numbers
     """
 
     token_ids: Sequence[int]
     bad_rows: Sequence[int] = ()
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    bad_chunks: Sequence[int] = ()
 
 
 class Runner(Protocol):

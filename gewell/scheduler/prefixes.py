@@ -1,5 +1,7 @@
 """What the scheduler asks of a prefix cache, and the answer of an engine that has none."""
 
+from array import array
+from dataclasses import replace
 from typing import Protocol
 
 from gewell.cache.prefix_cache import PrefixCache
@@ -116,7 +118,11 @@ class CachedPrefixes:
 
     def add_waiting(self, req: RequestState) -> None:
         images = [ImageRun(image.start, image.end, bytes.fromhex(image.digest)) for image in req.request.images]
-        self.cache.add_waiting(req.request, images)
+        request = req.request
+        if request.score_from is not None:  # what is scored stays its own: the cache never hears of it
+            shared = array("i", request.prompt_ids[: request.score_from])
+            request = replace(request, prompt_ids=shared, emitted_ids=())
+        self.cache.add_waiting(request, [image for image in images if image.end <= len(request.prompt_ids)])
 
     def warm_tokens(self, req: RequestState) -> int:
         return self.cache.peek(req.request_id)
@@ -140,12 +146,14 @@ class CachedPrefixes:
 
     def preempted(self, req: RequestState) -> None:
         assert req.pages is not None
-        self.cache.preempted(req.request_id, req.pages, req.tokens)
+        self.cache.preempted(req.request_id, req.pages, req.tokens[: req.request.score_from])
 
     def finished(self, req: RequestState, *, is_sound: bool, is_completed: bool) -> None:
         if not is_sound:
             self.cache.forget_taken(req.request_id)
         ids = req.tokens[: req.num_prompt_tokens + req.num_output_tokens]
+        if req.request.score_from is not None:
+            ids, is_completed = ids[: req.request.score_from], False
         req.answer = self.cache.finished(req.request_id, req.pages, ids, completed=is_completed)
 
     def evict(self, num_pages: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from gewell.request import CacheAnswer, ConstraintRow, EngineRequest
+from gewell.request import CacheAnswer, ConstraintRow, EngineRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from gewell.cache.sequence_pages import SequencePages
@@ -35,6 +35,7 @@ class RequestState:
     stop_ids: frozenset[int] = frozenset()
     grammar: ConstraintRow | None = None  # has taken in all tokens but a stop id; the engine's own
     num_output_tokens: int = 0  # of all epochs together
+    scored: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens [score_from, ...), once computed
     stage: Stage = Stage.WAITING
 
     row_idx: int = -1  # stable while running: where a runner keeps the row's state; -1 while waiting
@@ -72,6 +73,20 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_shareable_tokens(self) -> int:
+        """Leading tokens that may be served from a cache: those to be scored need the hidden state before each."""
+        score_from = self.request.score_from
+        return self.num_tokens if score_from is None else score_from - 1
+
+    def scored_tokens(self, start: int, end: int) -> tuple[int, int]:
+        """Positions [first, last) of the prompt tokens that computing [start, end) scores; empty: none is wanted."""
+        score_from = self.request.score_from
+        if score_from is None or len(self.scored) == self.num_prompt_tokens - score_from:
+            return (0, 0)
+        first, last = max(start + 1, score_from), min(end + 1, self.num_prompt_tokens)
+        return (first, last) if first < last else (0, 0)
 
     @property
     def is_complete(self) -> bool:
