@@ -184,6 +184,9 @@ class Worker:
     def _on_events(self, events: list[Event]) -> None:
         if self._leaving:
             events = [event for event in events if event.request_id not in self._leaving or self._has_left(event)]
+        for event in events:
+            if isinstance(event, FinishedEvent) and event.request_id in self._table.held:
+                self._table.held[event.request_id].is_ending = True  # the engine has no more of it to cancel
         if self._probation.has_trial:
             for event in events:
                 if not isinstance(event, FinishedEvent):
