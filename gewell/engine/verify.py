@@ -14,6 +14,7 @@ import torch
 from gewell_kernels.layout import KVLayout
 from torch import Tensor
 
+from gewell.cache.geometry import KVGeometry
 from gewell.config import Family, ModelConfig
 from gewell.engine.findings import Finding, Verification
 from gewell.engine.golden import Case, Gap, GoldenFolder
@@ -127,13 +128,16 @@ def _run_layout(
 ) -> Iterator[Finding]:
     geometry = model.kv_plan.geometry
     lengths = [len(case.prompt_ids) + len(case.greedy_ids) for case in cases]
-    # While a chunk is added, its sequence still holds the window before it.
-    pages = [geometry.num_pages(n) + geometry.num_pages(min(n, geometry.sliding_window)) + 1 for n in lengths]
-    replay = Replay(model, num_pages=sum(pages))
+    replay = Replay(model, num_pages=sum(pages_for(geometry, length) for length in lengths))
     for way in chosen:
         groups = [cases] if way.is_together else [[case] for case in cases]
         for group in groups:
             yield from _run_group(replay, group, images, way, layout)
+
+
+def pages_for(geometry: KVGeometry, num_tokens: int) -> int:
+    """Enough pages to compute a sequence in any cut: while a chunk is added, the window before it is still held."""
+    return geometry.num_pages(num_tokens) + geometry.num_pages(min(num_tokens, geometry.sliding_window)) + 1
 
 
 def _run_group(

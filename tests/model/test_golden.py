@@ -15,13 +15,16 @@ from gewell_kernels.layout import LayerKV
 from typer.testing import CliRunner
 
 import gewell.cli.verify
+from gewell.cache.geometry import KVGeometry
+from gewell.cache.page_pool import PagePool
+from gewell.cache.sequence_pages import SequencePages
 from gewell.config import LayerKind, ModelConfig
 from gewell.engine.findings import Verification
 from gewell.engine.golden import GoldenFolder
-from gewell.engine.verify import verify
+from gewell.engine.verify import pages_for, verify
 from gewell.errors import ConfigError
 from gewell.model.kv_plan import plan_kv
-from tests.model.golden_folders import FIXTURES, TEXT_FOLDERS, edit_json
+from tests.model.golden_folders import FIXTURES, TEXT_FOLDERS
 
 FEW_WAYS = ["whole", "interleaved"]
 
@@ -192,11 +195,12 @@ def test_verify_exits_1_when_a_weight_differs(tmp_path: Path):
     assert "NO" in result.stdout
 
 
-def test_a_window_of_many_pages_fits_the_pool_in_every_way(tmp_path: Path):
-    """A folder whose window is longer than a few pages: the pool of a verification must hold two windows at once."""
-    folder = tmp_path / "wide"
-    shutil.copytree(FIXTURES / "gemma3-text", folder)
-    edit_json(folder / "config.json", lambda config: config.update(sliding_window=50))
-    result = verify(folder, only_cases=["long"])
-    assert len({f.way for f in result.findings}) == 9
-    assert not result.is_ok  # the golden outputs are of another window: it ran to the end and noticed
+@pytest.mark.parametrize("window", [16, 100, 512])
+@pytest.mark.parametrize("num_tokens", [5, 700, 903])
+def test_any_cut_of_a_long_prompt_fits_its_pages(window, num_tokens):
+    geometry = KVGeometry.build(sliding_bytes_per_token=30, full_bytes_per_token=6, sliding_window=window)
+    for size in (1, 3, window - 1, window, window + 1, num_tokens):
+        sequence = SequencePages(PagePool(pages_for(geometry, num_tokens)), geometry)
+        for start in range(0, num_tokens, size):
+            assert sequence.append(min(size, num_tokens - start)) is not None, f"chunks of {size} at {start}"
+            sequence.trim()
