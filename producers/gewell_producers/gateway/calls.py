@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from gewell.errors import InvalidRequest
+from gewell.fields import refuse
 from gewell.job import parse_job
-from gewell.protocol import MAX_BODY_BYTES, ErrorCode, Lane, check_id, expand_ids, is_valid_id
+from gewell.protocol import MAX_BODY_BYTES, Lane, check_id, expand_ids, is_valid_id
 from gewell_producers.gateway.access import Caller
 from gewell_producers.gateway.problems import Problem
 from gewell_producers.job import Job, new_job_id
@@ -73,7 +73,7 @@ def completion_call(body: dict[str, Any], headers: Mapping[str, str], caller: Ca
     many = isinstance(prompt, list) and len(prompt) > 0 and isinstance(prompt[0], str | list)
     prompts: list[Any] = prompt if many and isinstance(prompt, list) else [prompt]
     if len(prompts) > MAX_PROMPTS:
-        raise _bad("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} in one request")
+        refuse("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} in one request")
     given = dict(body)
     given.setdefault("max_tokens", 16)  # OpenAI's default for this endpoint
     return _call("completion", "cmpl", given, [{"prompt": each} for each in prompts], headers, caller)
@@ -92,7 +92,7 @@ def _call(
     is_stream = _flag(body, "stream")
     stream_options = body.get("stream_options") or {}
     if not isinstance(stream_options, dict):
-        raise _bad("stream_options", stream_options, "an object")
+        refuse("stream_options", stream_options, "an object")
     request = {name: value for name, value in body.items() if name not in _OURS and value is not None}
     own_id = _own_id(prefix, body, x_job, headers, caller)
     call_id = own_id or f"{prefix}-{new_job_id()}"
@@ -122,12 +122,12 @@ def _x_job(body: Mapping[str, Any]) -> dict[str, Any]:
     if x_job is None:
         return {}
     if not isinstance(x_job, dict):
-        raise _bad("x_job", x_job, "an object")
+        refuse("x_job", x_job, "an object")
     unknown = sorted(x_job.keys() - _X_JOB_FIELDS)
     if unknown:
-        raise _bad(f"x_job.{unknown[0]}", x_job[unknown[0]], f"one of {', '.join(sorted(_X_JOB_FIELDS))}")
+        refuse(f"x_job.{unknown[0]}", x_job[unknown[0]], f"one of {', '.join(sorted(_X_JOB_FIELDS))}")
     if x_job.get("on_disconnect", "cancel") not in ("cancel", "continue"):
-        raise _bad("x_job.on_disconnect", x_job["on_disconnect"], "cancel or continue")
+        refuse("x_job.on_disconnect", x_job["on_disconnect"], "cancel or continue")
     return x_job
 
 
@@ -181,7 +181,7 @@ def _lane(body: Mapping[str, Any], x_job: Mapping[str, Any]) -> Lane:
     lane = x_job.get("lane")
     if lane is not None:
         if lane not in set(Lane):
-            raise _bad("x_job.lane", lane, f"one of {', '.join(Lane)}")
+            refuse("x_job.lane", lane, f"one of {', '.join(Lane)}")
         return Lane(lane)
     priority = _whole(body, "priority", 0, -(2**31), 2**31)
     return Lane.HIGH if priority < 0 else Lane.LOW if priority > 0 else Lane.NORMAL
@@ -190,7 +190,7 @@ def _lane(body: Mapping[str, Any], x_job: Mapping[str, Any]) -> Lane:
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise _bad(name, value, "true or false")
+        refuse(name, value, "true or false")
     return bool(value)
 
 
@@ -199,10 +199,5 @@ def _whole(body: Mapping[str, Any], name: str, default: int, least: int, most: i
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise _bad(name, value, f"a whole number from {least} to {most}")
+        refuse(name, value, f"a whole number from {least} to {most}")
     return value
-
-
-def _bad(field: str, value: object, limit: str) -> InvalidRequest:
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    return InvalidRequest(ErrorCode.INVALID_REQUEST, f"{field}: {shown} is not {limit}", field)
