@@ -10,7 +10,6 @@ from pathlib import Path
 
 from gewell.errors import CheckpointError, ConfigError
 
-
 SHIPPED_DIR = Path(__file__).parent / "shipped"
 
 
