@@ -207,7 +207,7 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------------ resuming
 
     def match(self, request_id: str) -> Match:
-        """Where the request could start now. Takes nothing; ask again when it starts: `start` credits the last answer."""
+        """Where the request could start now. Takes nothing; ask again when it starts: `start` credits the last one."""
         entry = self._entries[request_id]
         if not entry.is_cacheable:
             return Match(None)
