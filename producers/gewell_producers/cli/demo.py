@@ -130,7 +130,7 @@ def _model_folder(model: str) -> Path:
     except CheckpointError:
         if model != GEMMA:
             raise
-    print(f"{model} is not on this machine yet; getting it (about 300 MB)", flush=True)
+    print(f"{model} is not on this machine yet; getting it (about 250 MB)", flush=True)
     got = subprocess.run([sys.executable, "-m", "gewell", "model", "get", model], check=False)
     if got.returncode:
         raise typer.Exit(got.returncode)
