@@ -9,11 +9,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
 from gewell.errors import InvalidRequest
+from gewell.fields import Fields, check_number, is_int, refuse, shown
 from gewell.nesting import find_not_finite, is_deeper_than
 from gewell.protocol import (
     MAX_BODY_BYTES,
@@ -21,7 +22,6 @@ from gewell.protocol import (
     MAX_METADATA_BYTES,
     RESULT_TTL_MAX_S,
     ErrorCode,
-    check_id,
 )
 from gewell.sampling import SamplingParams
 from gewell.structured import ConstraintSpec, parse_constraint
@@ -44,6 +44,9 @@ class Kind(StrEnum):
     COMPLETION = "completion"  # a prompt: text or token ids
     SCORE = "score"  # log-probabilities of given continuations, nothing generated
     WARM = "warm"  # prefill and retain
+
+
+_GENERATING = (Kind.CHAT, Kind.COMPLETION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class Job:
     thinking: bool = False
     constraint: ConstraintSpec | None = None
     ends_loops: bool = False  # a row that repeats itself for good is ended
+    prompt_logprobs: int | None = None  # of the prompt's tokens too, with so many alternatives
+    left_out: frozenset[str] = frozenset()  # of temperature, top_k, top_p: for the model's own defaults
     model: str | None = None  # the name the caller asked for; ingest warns when another is served
     conversation_id: str | None = None
     cache: CacheOptions = field(default_factory=CacheOptions)
@@ -101,15 +106,15 @@ class Job:
 def parse_job(raw: bytes) -> Job:
     """Parse and check a body. Raises InvalidRequest; nothing else for any input."""
     body = _load(raw)
-    fields = _Fields(body, "")
+    fields = Fields(body, "")
     strict = fields.boolean("strict", False)
     kind = fields.choice("kind", tuple(Kind))
     if kind is None:
-        _refuse("kind", None, f"one of {', '.join(Kind)}")
+        refuse("kind", None, f"one of {', '.join(Kind)}")
     kind = Kind(kind)
-    request = _Fields(fields.mapping("request", required=True), "request.")
-    conversation = _Fields(fields.mapping("conversation"), "conversation.")
-    cache_fields = _Fields(fields.mapping("cache"), "cache.")
+    request = Fields(fields.mapping("request", required=True), "request.")
+    conversation = Fields(fields.mapping("conversation"), "conversation.")
+    cache_fields = Fields(fields.mapping("cache"), "cache.")
     warnings: list[str] = []
     parsed = _parse_request(kind, request, warnings)
     cache = _parse_cache(cache_fields)
@@ -125,6 +130,8 @@ def parse_job(raw: bytes) -> Job:
         thinking=parsed.thinking,
         constraint=parsed.constraint,
         ends_loops=parsed.ends_loops,
+        prompt_logprobs=parsed.prompt_logprobs,
+        left_out=parsed.left_out,
         model=request.text("model"),
         conversation_id=conversation.identifier("id"),
         cache=cache,
@@ -157,7 +164,7 @@ def check_writable(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         found = find_not_finite(value)
         if found is not None:
-            _refuse(name + found[0], found[1], "a finite number")
+            refuse(name + found[0], found[1], "a finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +189,7 @@ def read_envelope(raw: bytes) -> Envelope:
     is_too_deep = is_deeper_than(body, MAX_BODY_DEPTH)
     if is_too_deep:  # its plain values still serve
         body = {name: value for name, value in body.items() if not isinstance(value, dict | list)}
-    fields = _Fields(body, "")
+    fields = Fields(body, "")
     metadata = body.get("metadata")
     return Envelope(
         digest=hashlib.sha256(raw).hexdigest() if is_too_deep else digest(body),
@@ -219,6 +226,8 @@ class _Request:
     thinking: bool
     constraint: ConstraintSpec | None
     ends_loops: bool
+    prompt_logprobs: int | None
+    left_out: frozenset[str]
 
 
 # Fields that OpenAI's clients or other servers know and that mean nothing here: taken without a word.
@@ -259,7 +268,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
     "bad_words": (None, []),
-    "prompt_logprobs": (None,),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
@@ -271,7 +279,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _parse_request(kind: Kind, request: "_Fields", warnings: list[str]) -> _Request:
+def _parse_request(kind: Kind, request: Fields, warnings: list[str]) -> _Request:
     _refuse_unsupported(request)
     for name in _IGNORED:
         request.any(name)
@@ -290,7 +298,7 @@ def _parse_request(kind: Kind, request: "_Fields", warnings: list[str]) -> _Requ
     constraint = _parse_constraint(kind, request, tools)
     sampling = _parse_sampling(kind, request, seed)
     if constraint is not None and sampling.min_tokens:
-        _refuse(
+        refuse(
             "request.min_tokens", sampling.min_tokens, f"possible beside {constraint.field}: the form says when to end"
         )
     return _Request(
@@ -303,26 +311,27 @@ def _parse_request(kind: Kind, request: "_Fields", warnings: list[str]) -> _Requ
         thinking=_parse_thinking(request),
         constraint=constraint,
         ends_loops=request.boolean("repetition_detection", constraint is not None),
+        prompt_logprobs=request.integer("prompt_logprobs", 0, MAX_LOGPROBS) if kind in _GENERATING else None,
+        left_out=frozenset(name for name in ("temperature", "top_k", "top_p") if request.any(name) is None),
     )
 
 
-def _parse_constraint(
-    kind: Kind, request: "_Fields", tools: tuple[dict[str, Any], ...] | None
-) -> ConstraintSpec | None:
+def _parse_constraint(kind: Kind, request: Fields, tools: tuple[dict[str, Any], ...] | None) -> ConstraintSpec | None:
     given = {name: request.any(name) for name in _CONSTRAINTS}
     constraint = parse_constraint(given, tools, is_chat=kind in (Kind.CHAT, Kind.WARM))
-    return constraint if kind in (Kind.CHAT, Kind.COMPLETION) else None  # the others generate nothing
+    return constraint if kind in _GENERATING else None
 
 
-def _parse_sampling(kind: Kind, request: "_Fields", seed: int | None) -> SamplingParams:
-    max_tokens = request.integer("max_tokens", 1, UNBOUNDED_TOKENS)
-    max_completion = request.integer("max_completion_tokens", 1, UNBOUNDED_TOKENS)
+def _parse_sampling(kind: Kind, request: Fields, seed: int | None) -> SamplingParams:
+    least = 1 if request.any("prompt_logprobs") is None else 0  # a prompt may be scored with nothing to follow
+    max_tokens = request.integer("max_tokens", least, UNBOUNDED_TOKENS)
+    max_completion = request.integer("max_completion_tokens", least, UNBOUNDED_TOKENS)
     if max_tokens is not None and max_completion is not None and max_tokens != max_completion:
-        _refuse("request.max_completion_tokens", max_completion, f"max_tokens says {max_tokens}")
+        refuse("request.max_completion_tokens", max_completion, f"max_tokens says {max_tokens}")
     effective = _given(_given(max_completion, max_tokens), UNBOUNDED_TOKENS)
     min_tokens = _given(request.integer("min_tokens", 0, UNBOUNDED_TOKENS), 0)
     if min_tokens > effective:
-        _refuse("request.min_tokens", min_tokens, f"at most max_tokens, {effective}")
+        refuse("request.min_tokens", min_tokens, f"at most max_tokens, {effective}")
     top_k = request.integer("top_k", -1, MAX_TOKEN_ID)
     return SamplingParams(
         temperature=_given(request.number("temperature", 0, 100), 1.0),
@@ -344,54 +353,54 @@ def _parse_sampling(kind: Kind, request: "_Fields", seed: int | None) -> Samplin
     )
 
 
-def _parse_stop(request: "_Fields") -> tuple[str, ...]:
+def _parse_stop(request: Fields) -> tuple[str, ...]:
     value = request.any("stop")
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        _refuse("request.stop", value, f"a text or a list of at most {MAX_STOPS} texts")
+        refuse("request.stop", value, f"a text or a list of at most {MAX_STOPS} texts")
     for idx, stop in enumerate(stops):
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
-            _refuse(f"request.stop[{idx}]", stop, f"a text of 1 to {MAX_STOP_CHARS} characters")
+            refuse(f"request.stop[{idx}]", stop, f"a text of 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 
-def _parse_logprobs(kind: Kind, request: "_Fields") -> int | None:
+def _parse_logprobs(kind: Kind, request: Fields) -> int | None:
     """Both forms: chat's `logprobs: true, top_logprobs: n` and completion's `logprobs: n`."""
     top = request.integer("top_logprobs", 0, MAX_LOGPROBS)
     value = request.any("logprobs")
     if value is None or value is False:
         if top:
-            _refuse("request.top_logprobs", top, "nothing unless logprobs is true")
+            refuse("request.top_logprobs", top, "nothing unless logprobs is true")
         return None
     if value is True:
         return top or 0
-    if kind is Kind.CHAT or not _is_int(value) or not 0 <= value <= MAX_LOGPROBS:
+    if kind is Kind.CHAT or not is_int(value) or not 0 <= value <= MAX_LOGPROBS:
         limit = "true or false" if kind is Kind.CHAT else f"true, false or a whole number from 0 to {MAX_LOGPROBS}"
-        _refuse("request.logprobs", value, limit)
+        refuse("request.logprobs", value, limit)
     return int(value)
 
 
-def _parse_logit_bias(request: "_Fields") -> dict[int, float]:
+def _parse_logit_bias(request: Fields) -> dict[int, float]:
     bias: dict[int, float] = {}
     given = request.mapping("logit_bias")
     if len(given) > MAX_LOGIT_BIAS:
-        _refuse("request.logit_bias", f"{len(given)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+        refuse("request.logit_bias", f"{len(given)} entries", f"at most {MAX_LOGIT_BIAS} entries")
     for name, value in given.items():
         path = f"request.logit_bias[{name[:20]!r}]"
         if not name.isascii() or not name.isdigit() or int(name[:12]) > MAX_TOKEN_ID or len(name) > 12:
-            _refuse(path, name, "a token id as text")
-        bias[int(name)] = _check_number(path, value, -100, 100, open_low=False)
+            refuse(path, name, "a token id as text")
+        bias[int(name)] = check_number(path, value, -100, 100, open_low=False)
     return bias
 
 
-def _parse_thinking(request: "_Fields") -> bool:
+def _parse_thinking(request: Fields) -> bool:
     """`chat_template_kwargs.enable_thinking`, or OpenAI's `reasoning_effort`: all but none and minimal turn it on."""
-    kwargs = _Fields(request.mapping("chat_template_kwargs"), "request.chat_template_kwargs.")
+    kwargs = Fields(request.mapping("chat_template_kwargs"), "request.chat_template_kwargs.")
     thinking = kwargs.any("enable_thinking")
     if thinking is not None and not isinstance(thinking, bool):
-        _refuse("request.chat_template_kwargs.enable_thinking", thinking, "true or false")
+        refuse("request.chat_template_kwargs.enable_thinking", thinking, "true or false")
     for name in kwargs.unknown():
         raise InvalidRequest(ErrorCode.UNSUPPORTED, f"{name}: not a variable of the built-in templates", name)
     effort = request.choice("reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh"))
@@ -400,26 +409,26 @@ def _parse_thinking(request: "_Fields") -> bool:
     return effort is not None and effort not in ("none", "minimal")
 
 
-def _refuse_unsupported(request: "_Fields") -> None:
+def _refuse_unsupported(request: Fields) -> None:
     for name, neutral in _UNSUPPORTED.items():
         value = request.any(name)
         # `True == 1` in Python: compare types too, so that `n: true` is not taken for 1
         if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
             hint = "; send one job a sample, ids <id>.0, <id>.1, ... and seed + i" if name == "n" else ""
             raise InvalidRequest(
-                ErrorCode.UNSUPPORTED, f"request.{name}: {_show(value)} is not supported{hint}", f"request.{name}"
+                ErrorCode.UNSUPPORTED, f"request.{name}: {shown(value)} is not supported{hint}", f"request.{name}"
             )
 
 
-def _parse_prompt(request: "_Fields", name: str) -> str | tuple[int, ...] | None:
+def _parse_prompt(request: Fields, name: str) -> str | tuple[int, ...] | None:
     value = request.any(name)
     return None if value is None else _text_or_ids(f"request.{name}", value)
 
 
-def _parse_continuations(request: "_Fields") -> tuple[str | tuple[int, ...], ...]:
+def _parse_continuations(request: Fields) -> tuple[str | tuple[int, ...], ...]:
     value = request.any("continuations")
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_CONTINUATIONS:
-        _refuse("request.continuations", value, f"a list of 1 to {MAX_CONTINUATIONS} texts or lists of token ids")
+        refuse("request.continuations", value, f"a list of 1 to {MAX_CONTINUATIONS} texts or lists of token ids")
     return tuple(_text_or_ids(f"request.continuations[{idx}]", item) for idx, item in enumerate(value))
 
 
@@ -429,10 +438,10 @@ def _text_or_ids(path: str, value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        _refuse(path, value, "a text or a list of token ids")
+        refuse(path, value, "a text or a list of token ids")
     for idx, token in enumerate(value):
-        if not _is_int(token) or not 0 <= token <= MAX_TOKEN_ID:
-            _refuse(f"{path}[{idx}]", token, f"a token id from 0 to {MAX_TOKEN_ID}")
+        if not is_int(token) or not 0 <= token <= MAX_TOKEN_ID:
+            refuse(f"{path}[{idx}]", token, f"a token id from 0 to {MAX_TOKEN_ID}")
     return tuple(value)
 
 
@@ -445,12 +454,12 @@ _MESSAGE_FIELDS = frozenset(
 _PART_TYPES = ("text", "image_url", "image")
 
 
-def _parse_messages(request: "_Fields", warnings: list[str]) -> tuple[dict[str, Any], ...] | None:
+def _parse_messages(request: Fields, warnings: list[str]) -> tuple[dict[str, Any], ...] | None:
     messages = request.any("messages")
     if messages is None:
         return None
     if not isinstance(messages, list):
-        _refuse("request.messages", messages, "a list of messages")
+        refuse("request.messages", messages, "a list of messages")
     if not messages:
         raise InvalidRequest(ErrorCode.EMPTY_PROMPT, "request.messages: empty", "request.messages")
     for idx, message in enumerate(messages):
@@ -460,78 +469,78 @@ def _parse_messages(request: "_Fields", warnings: list[str]) -> tuple[dict[str, 
 
 def _check_message(path: str, message: Any, warnings: list[str]) -> None:
     if not isinstance(message, dict):
-        _refuse(path, message, "an object with role and content")
+        refuse(path, message, "an object with role and content")
     if message.get("role") not in _ROLES:
-        _refuse(f"{path}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
+        refuse(f"{path}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
         for part_idx, part in enumerate(content):
             _check_part(f"{path}.content[{part_idx}]", part)
     elif content is None:
         if not message.get("tool_calls"):
-            _refuse(f"{path}.content", None, "a text or a list of parts (null only beside tool_calls)")
+            refuse(f"{path}.content", None, "a text or a list of parts (null only beside tool_calls)")
     elif not isinstance(content, str):
-        _refuse(f"{path}.content", content, "a text or a list of parts")
+        refuse(f"{path}.content", content, "a text or a list of parts")
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if not isinstance(message.get(name), str | None):
-            _refuse(f"{path}.{name}", message[name], "a text")
+            refuse(f"{path}.{name}", message[name], "a text")
     _check_tool_calls(f"{path}.tool_calls", message.get("tool_calls"))
     warnings.extend(f"{path}.{name}: unknown field, ignored" for name in message if name not in _MESSAGE_FIELDS)
 
 
 def _check_part(path: str, part: Any) -> None:
     if not isinstance(part, dict):
-        _refuse(path, part, "an object with a type")
+        refuse(path, part, "an object with a type")
     kind = part.get("type")
     if kind not in _PART_TYPES:
         raise InvalidRequest(
-            ErrorCode.UNSUPPORTED, f"{path}.type: {_show(kind)} is not one of {', '.join(_PART_TYPES)}", f"{path}.type"
+            ErrorCode.UNSUPPORTED, f"{path}.type: {shown(kind)} is not one of {', '.join(_PART_TYPES)}", f"{path}.type"
         )
     if kind == "text" and not isinstance(part.get("text"), str):
-        _refuse(f"{path}.text", part.get("text"), "a text")
+        refuse(f"{path}.text", part.get("text"), "a text")
     if kind == "image_url":
         url = part.get("image_url")
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str):
-            _refuse(f"{path}.image_url.url", url, "a data: or blob: URL")
+            refuse(f"{path}.image_url.url", url, "a data: or blob: URL")
     if kind == "image" and not isinstance(part.get("image"), str):
-        _refuse(f"{path}.image", part.get("image"), "the sha256 of an uploaded blob")
+        refuse(f"{path}.image", part.get("image"), "the sha256 of an uploaded blob")
 
 
 def _check_tool_calls(path: str, calls: Any) -> None:
     if calls is None:
         return
     if not isinstance(calls, list):
-        _refuse(path, calls, "a list of tool calls")
+        refuse(path, calls, "a list of tool calls")
     for idx, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            _refuse(f"{path}[{idx}].function", function, "an object with a name")
+            refuse(f"{path}[{idx}].function", function, "an object with a name")
         if not isinstance(function.get("arguments"), str | dict | None):
-            _refuse(f"{path}[{idx}].function.arguments", function["arguments"], "a JSON text or an object")
+            refuse(f"{path}[{idx}].function.arguments", function["arguments"], "a JSON text or an object")
 
 
-def _parse_tools(request: "_Fields") -> tuple[dict[str, Any], ...] | None:
+def _parse_tools(request: Fields) -> tuple[dict[str, Any], ...] | None:
     tools = request.any("tools")
     if tools is None:
         return None
     if not isinstance(tools, list):
-        _refuse("request.tools", tools, "a list of tools")
+        refuse("request.tools", tools, "a list of tools")
     for idx, tool in enumerate(tools):
         path = f"request.tools[{idx}]"
         if not isinstance(tool, dict) or tool.get("type", "function") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
-            raise InvalidRequest(ErrorCode.UNSUPPORTED, f"{path}.type: {_show(kind)} is not function", f"{path}.type")
+            raise InvalidRequest(ErrorCode.UNSUPPORTED, f"{path}.type: {shown(kind)} is not function", f"{path}.type")
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            _refuse(f"{path}.function", function, "an object with a name")
+            refuse(f"{path}.function", function, "an object with a name")
         if not isinstance(function.get("parameters"), dict | None):
-            _refuse(f"{path}.function.parameters", function["parameters"], "a JSON schema object")
+            refuse(f"{path}.function.parameters", function["parameters"], "a JSON schema object")
     return tuple(tools) if tools else None
 
 
-def _parse_cache(fields: "_Fields") -> CacheOptions:
-    expect = _Fields(fields.mapping("expect"), "cache.expect.")
+def _parse_cache(fields: Fields) -> CacheOptions:
+    expect = Fields(fields.mapping("expect"), "cache.expect.")
     options = CacheOptions(
         mode=fields.choice("mode", ("auto", "read", "off")) or "auto",
         priority=fields.choice("priority", ("low", "normal", "high")) or "normal",
@@ -547,81 +556,7 @@ def _parse_cache(fields: "_Fields") -> CacheOptions:
     return options
 
 
-# --- reading fields ---------------------------------------------------------------------------------------------------
-
-
-class _Fields:
-    """One JSON object being read. A getter checks type and limits and marks the field as known; null is "not given"."""
-
-    def __init__(self, data: Mapping[str, Any], path: str) -> None:
-        self._data = data
-        self._path = path
-        self._known: set[str] = set()
-        self._nested_unknown: list[str] = []
-
-    def any(self, name: str) -> Any:
-        self._known.add(name)
-        return self._data.get(name)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.any(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            _refuse(self._path + name, value, "true or false")
-        return value
-
-    def number(self, name: str, low: float, high: float, *, open_low: bool = False) -> float | None:
-        value = self.any(name)
-        return None if value is None else _check_number(self._path + name, value, low, high, open_low=open_low)
-
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.any(name)
-        if value is None:
-            return None
-        return _check_integer(self._path + name, value, low, high)
-
-    def integers(self, name: str, low: int, high: int, *, max_items: int) -> tuple[int, ...]:
-        value = self.any(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or len(value) > max_items:
-            _refuse(self._path + name, value, f"a list of at most {max_items} whole numbers")
-        return tuple(_check_integer(f"{self._path}{name}[{i}]", item, low, high) for i, item in enumerate(value))
-
-    def text(self, name: str, *, max_chars: int = 1_024) -> str | None:
-        value = self.any(name)
-        if value is None:
-            return None
-        if not isinstance(value, str) or len(value) > max_chars:
-            _refuse(self._path + name, value, f"a text of at most {max_chars} characters")
-        return value
-
-    def identifier(self, name: str) -> str | None:
-        value = self.any(name)
-        return None if value is None else check_id(value, self._path + name)
-
-    def choice(self, name: str, choices: tuple[str, ...]) -> str | None:
-        value = self.any(name)
-        if value is None:
-            return None
-        if not isinstance(value, str) or value not in choices:
-            _refuse(self._path + name, value, f"one of {', '.join(choices)}")
-        return value
-
-    def mapping(self, name: str, *, required: bool = False) -> dict[str, Any]:
-        value = self.any(name)
-        if value is None and not required:
-            return {}
-        if not isinstance(value, dict):
-            _refuse(self._path + name, value, "an object")
-        return value
-
-    def note_unknown(self, nested: "_Fields") -> None:
-        self._nested_unknown.extend(nested.unknown())
-
-    def unknown(self) -> list[str]:
-        return [self._path + name[:80] for name in self._data if name not in self._known] + self._nested_unknown
+# --- the body as a whole ----------------------------------------------------------------------------------------------
 
 
 def _load(raw: bytes) -> dict[str, Any]:
@@ -657,26 +592,6 @@ def _refuse_not_finite(raw: bytes) -> None:
         check_writable(body)
 
 
-def _check_number(path: str, value: Any, low: float, high: float, *, open_low: bool) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or (open_low and value == low):
-        limit = f"a number above {low}, at most {high}" if open_low else f"a number from {low} to {high}"
-        _refuse(path, value, limit)
-    return float(value)
-
-
-def _check_integer(path: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 16.0 is what some languages send for 16
-    if not _is_int(value) or not low <= value <= high:
-        _refuse(path, value, f"a whole number from {low} to {high}")
-    return int(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _or_none(read: Callable[[], T]) -> T | None:
     try:
         return read()
@@ -686,12 +601,3 @@ def _or_none(read: Callable[[], T]) -> T | None:
 
 def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _show(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
-
-
-def _refuse(path: str, value: Any, limit: str) -> NoReturn:
-    raise InvalidRequest(ErrorCode.INVALID_REQUEST, f"{path}: {_show(value)} is not {limit}", path)

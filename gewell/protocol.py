@@ -18,7 +18,8 @@ PROTOCOL_VERSION = 1
 DEFAULT_NAMESPACE = "gewell"
 GROUP = "gpu"  # the consumer group of every lane
 HANDBACK_CONSUMER = "handback"  # owns what a worker gave back at shutdown; anybody takes over from it
-ENGINE_FEATURES = ("chat", "completion", "warm", "logprobs", "tools", "reasoning", "structured")  # `info.features`
+# `info.features`
+ENGINE_FEATURES = ("chat", "completion", "warm", "score", "logprobs", "tools", "reasoning", "structured")
 
 # Lifetimes. Every key the protocol allows has one, or is emptied when its jobs end.
 OUT_TTL_S = 3_600.0  # after the end; the whole stream lives while the job runs
@@ -475,6 +476,10 @@ class ErrorInfo:
         return cls(code=str(error.code), message=error.message, field=error.field, retryable=error.code in RETRYABLE)
 
 
+def _tuple_or_none(items: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...] | None:
+    return None if items is None else tuple(items)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalRecord:
     """What a job ends in, exactly once: the JSON in `res:<id>` and in the inbox.
@@ -484,6 +489,8 @@ class FinalRecord:
     tool_calls [{"id", "name", "arguments" (JSON text)}]
     cache      {"restored_from", "hints": [{"hint", "outcome", "why"}], "miss": {"token", "message"}?}
     structured of jobs whose answer must have a form: {"valid", "reason"}; the reason says what cut it off
+    prompt_logprobs  as `logprobs`, of the prompt; "lp" of its first token is None
+    scores     of a score job, one a continuation: {"logprob" (the sum), "is_greedy", "tokens": [as in `logprobs`]}
     """
 
     id: str
@@ -495,6 +502,8 @@ class FinalRecord:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[dict[str, Any], ...] | None = None
     structured: dict[str, Any] | None = None
+    prompt_logprobs: tuple[dict[str, Any], ...] | None = None
+    scores: tuple[dict[str, Any], ...] | None = None
     usage: Usage = field(default_factory=Usage)
     cache: dict[str, Any] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
@@ -520,6 +529,8 @@ class FinalRecord:
             "token_ids": self.token_ids,
             "logprobs": self.logprobs,
             "structured": self.structured,
+            "prompt_logprobs": self.prompt_logprobs,
+            "scores": self.scores,
             "usage": self.usage.to_dict(),
             "cache": self.cache,
             "timing": self.timing.to_dict(),
@@ -552,6 +563,8 @@ class FinalRecord:
             token_ids=tuple(data.get("token_ids") or ()),
             logprobs=None if logprobs is None else tuple(logprobs),
             structured=data.get("structured"),
+            prompt_logprobs=_tuple_or_none(data.get("prompt_logprobs")),
+            scores=_tuple_or_none(data.get("scores")),
             usage=Usage.from_dict(data.get("usage") or {}),
             cache=dict(data.get("cache") or {}),
             timing=Timing.from_dict(data.get("timing") or {}),

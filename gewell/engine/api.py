@@ -5,11 +5,11 @@ and hands the events on.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from gewell.config import VisionConfig
+from gewell.config import SamplingDefaults, VisionConfig
 from gewell.request import CacheAnswer, CacheHints, EngineRequest, HintAnswer, TokenLogprobs
 
 __all__ = [
@@ -102,6 +102,7 @@ class EngineInfo:
     max_prompt_tokens: int  # what the pool can ever hold for one sequence
     max_num_seqs: int
     eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # the publisher's advice, for fields left out
     vision: VisionConfig | None = None  # how images are to be cut; None: text alone
     image_token_id: int | None = None  # stands in a prompt, as often as an image has soft tokens
 

@@ -134,6 +134,7 @@ def assemble(
             max_prompt_tokens=longest - 1,
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=model.config.tokens.eos,
+            sampling=model.config.sampling,
             vision=None if tower is None else tower.config,
             image_token_id=None if tower is None else model.config.tokens.image,
         ),

@@ -144,8 +144,13 @@ class PagedEngine:
                 self._end(req, FinishReason.STOP, events)
         for request in complete:
             req = self._requests.get(request.request_id)
-            if req is not None:
-                self._end_if_complete(req, request.emitted_ids[-1], events)
+            ending = None if req is None else _ending(req, request.emitted_ids[-1])
+            if req is None or ending is None:
+                continue
+            if request.score_from is not None:
+                req.max_output_tokens = req.num_output_tokens  # its prompt is still to be scored
+            else:
+                self._end(req, ending.reason, events, stop_token_id=ending.stop_token_id)
 
     # ------------------------------------------------------------------------------------------------------ coming
 
@@ -292,7 +297,10 @@ class PagedEngine:
             self._end_if_complete(req, token_id, events)
         for chunk in plan.chunks:
             if chunk.is_last and not chunk.samples and chunk.req.stage is not Stage.FINISHED:
-                self._end(chunk.req, FinishReason.LENGTH, events)  # nothing was to be generated
+                if chunk.req.num_output_tokens:  # by an earlier epoch
+                    self._end_if_complete(chunk.req, chunk.req.tokens[-1], events)
+                else:
+                    self._end(chunk.req, FinishReason.LENGTH, events)  # nothing was to be generated
 
     def _learn_costs(self, plan: StepPlan, elapsed_s: float) -> None:
         """What prefill costs on this device: the time that a step took beyond one of decode rows alone."""
@@ -315,12 +323,9 @@ class PagedEngine:
         events.append(_finished(req, reason, stop_token_id=stop_token_id))
 
     def _end_if_complete(self, req: RequestState, last_token_id: int, events: list[Event]) -> None:
-        if last_token_id in req.stop_ids and req.num_output_tokens >= req.request.sampling.min_tokens:
-            self._end(req, FinishReason.STOP, events, stop_token_id=last_token_id)
-        elif req.grammar is not None and req.grammar.is_finished:
-            self._end(req, FinishReason.STOP, events)  # only an end id could follow
-        elif req.is_complete:
-            self._end(req, FinishReason.LENGTH, events)
+        ending = _ending(req, last_token_id)
+        if ending is not None:
+            self._end(req, ending.reason, events, stop_token_id=ending.stop_token_id)
 
     def _end_broken(self, req: RequestState, events: list[Event]) -> None:
         message = f"the logits of output token {req.num_output_tokens} were not numbers"
@@ -388,6 +393,20 @@ class _Counts:
         if plan.decode_rows:
             self.num_decode_steps += 1
             self.decode_rows_sum += len(plan.decode_rows)
+
+
+class _Ending(NamedTuple):
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+def _ending(req: RequestState, last_token_id: int) -> _Ending | None:
+    """How a request ends whose newest token is this one; None: it goes on."""
+    if last_token_id in req.stop_ids and req.num_output_tokens >= req.request.sampling.min_tokens:
+        return _Ending(FinishReason.STOP, last_token_id)
+    if req.grammar is not None and req.grammar.is_finished:
+        return _Ending(FinishReason.STOP)  # only an end id could follow
+    return _Ending(FinishReason.LENGTH) if req.is_complete else None
 
 
 def _grammar(req: RequestState) -> ConstraintRow | None:

@@ -140,7 +140,6 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(constant: s
         ("best_of", 3),
         ("echo", True),
         ("bad_words", ["x"]),
-        ("prompt_logprobs", 1),
         ("use_beam_search", True),
     ],
 )

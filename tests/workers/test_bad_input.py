@@ -55,7 +55,21 @@ BAD = {
     "no-grammar": (completion(guided_grammar="start: nowhere"), "invalid_request", "request.guided_grammar"),
     "schema-keyword": (completion(guided_json={"not": {}}), "invalid_request", "request.guided_json"),
     "gbnf": (completion(grammar='root ::= "a"'), "unsupported", "request.grammar"),
-    "score": (b'{"kind":"score","request":{"prompt":"a","continuations":["b"]}}', "unsupported", "kind"),
+    "score-nothing": (
+        b'{"kind":"score","request":{"prompt":"a","continuations":[""]}}',
+        "empty_prompt",
+        "request.continuations[0]",
+    ),
+    "score-too-much": (
+        json.dumps({"kind": "score", "request": {"prompt": "a", "continuations": ["b", "x" * 20_000]}}),
+        "prompt_too_long",
+        "request.continuations[1]",
+    ),
+    "score-no-token": (
+        b'{"kind":"score","request":{"prompt":"a","continuations":[[70000]]}}',
+        "invalid_request",
+        "request.continuations[0][0]",
+    ),
 }
 
 

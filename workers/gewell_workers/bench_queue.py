@@ -229,6 +229,7 @@ def open_job(job_id: str, *, is_chat: bool = True) -> OpenJob:
         stop=[],
         include_stop=False,
         ends_loops=False,
+        first_prompt_id=None,
         wants_logprobs=False,
         stream=True,
         reply_to=None,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from gewell.engine.api import Engine, EngineRequest, Event
+from gewell.engine.scoring import ScoringEngine
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +30,11 @@ class EngineThread:
         on_started: Callable[[list[str]], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self.engine = engine
+        self.engine: Engine = ScoringEngine(engine)
         self._on_events = on_events
         self._on_started = on_started
         self._on_failure = on_failure
-        engine.on_started = self._note_started
+        self.engine.on_started = self._note_started
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._drain_is_due = False

@@ -349,6 +349,9 @@ class Ingest:
             images=prompt.images,
             constraint=prompt.constraint,
             thinking=job.thinking and job.kind is Kind.CHAT,
+            score_from=None if job.prompt_logprobs is None else 1,
+            num_score_top=_num_score_top(job),
+            continuations=prompt.continuations,
         )
 
     def _open_job(self, draft: _Draft, claim: Claim) -> OpenJob:
@@ -371,6 +374,7 @@ class Ingest:
             stop=list(sampling.stop) if sampling else [],
             include_stop=sampling.include_stop if sampling else False,
             ends_loops=job is not None and job.ends_loops,
+            first_prompt_id=prompt.ids[0] if prompt and job and job.prompt_logprobs is not None else None,
             wants_logprobs=sampling is not None and sampling.logprobs is not None,
             stream=job.stream if job else True,
             reply_to=envelope.reply_to,
@@ -384,6 +388,11 @@ class Ingest:
             metadata=envelope.metadata,
             traceparent=envelope.traceparent,
         )
+
+
+def _num_score_top(job: Job) -> int:
+    """Alternatives to each scored token; of a continuation at least the best, to tell whether it was that."""
+    return max(1, job.sampling.logprobs or 0) if job.kind is Kind.SCORE else job.prompt_logprobs or 0
 
 
 def _ends_with_stop_id(prompt: Prompt, ids: Sequence[int]) -> bool:

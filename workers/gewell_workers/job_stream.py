@@ -39,6 +39,8 @@ class Ending:
     num_cached: int = 0
     num_cache_write: int = 0
     is_satisfied: bool | None = None  # of a constrained job: its form is complete
+    prompt_logprobs: Sequence[dict[str, Any]] | None = None  # TokenLogprobs as they came over the pipe
+    scores: Sequence[Sequence[dict[str, Any]]] | None = None
     started_at_s: float | None = None  # time.monotonic(), one clock for all processes of a machine
     first_token_at_s: float | None = None
 
@@ -68,6 +70,8 @@ def ending_of(event: dict[str, Any], expired: bool) -> Ending:
         num_cached=cache["cached_tokens"],
         num_cache_write=cache["cache_write_tokens"],
         is_satisfied=event["is_satisfied"],
+        prompt_logprobs=event["prompt_logprobs"],
+        scores=event["scores"],
         started_at_s=event["started_at_s"],
         first_token_at_s=event["first_token_at_s"],
     )
@@ -210,6 +214,8 @@ class JobStream:
             token_ids=tuple(self.ids),
             logprobs=tuple(self._logprobs) if job.wants_logprobs else None,
             structured=self._structured(),
+            prompt_logprobs=self._prompt_logprobs(),
+            scores=None if ending.scores is None else tuple(map(self._score, ending.scores)),
             usage=Usage(
                 prompt=job.num_prompt_tokens,
                 completion=len(self.ids),
@@ -238,6 +244,24 @@ class JobStream:
             return {"valid": True, "reason": None}
         reason = self.ending.finish_reason
         return {"valid": False, "reason": "truncated" if reason == "length" else reason}
+
+    def _prompt_logprobs(self) -> tuple[dict[str, Any], ...] | None:
+        assert self.ending is not None
+        first_id, others = self.job.first_prompt_id, self.ending.prompt_logprobs
+        if first_id is None or others is None:
+            return None
+        return ({**self._token(first_id, None), "top": []}, *map(self._entry, others))
+
+    def _score(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """One continuation: the sum, and whether the model would have chosen each of its tokens."""
+        return {
+            "logprob": sum(entry["logprob"] for entry in entries),
+            "is_greedy": all(entry["logprob"] >= entry["top"][0][1] for entry in entries),
+            "tokens": [self._entry(entry) for entry in entries],
+        }
+
+    def _entry(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return self._logprob(entry["token_id"], entry["logprob"], entry["top"])
 
     def _find_loop(self, ids: Sequence[int]) -> int | None:
         """How many of these new tokens stand, if a loop is closed by them."""
@@ -272,7 +296,7 @@ class JobStream:
     def _logprob(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
         return {**self._token(token_id, logprob), "top": [self._token(other, value) for other, value in top]}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token_id)
         return {"id": token_id, "t": raw.decode(errors="replace"), "b": list(raw), "lp": logprob}
 

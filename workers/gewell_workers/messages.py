@@ -39,6 +39,7 @@ class OpenJob:
     stop: list[str]
     include_stop: bool
     ends_loops: bool
+    first_prompt_id: int | None  # where log-probabilities of the prompt are wanted: the one token that has none
     wants_logprobs: bool
     stream: bool
     reply_to: str | None

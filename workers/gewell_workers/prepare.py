@@ -31,6 +31,7 @@ class Prompt:
     images: tuple[RequestImage, ...] = ()
     end_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    continuations: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -60,15 +61,17 @@ class Preparer:
 
     def prepare(self, job: Job, blobs: Mapping[str, bytes] | None = None) -> Prompt:
         """blobs: bytes of the job's uploaded images by sha256. Raises InvalidRequest for what cannot be done."""
-        if job.kind is Kind.SCORE:
-            raise InvalidRequest(ErrorCode.UNSUPPORTED, f"kind: {job.kind} is not supported by this worker", "kind")
         if job.messages is not None:
             rendered = self._render(job, blobs or {})
         else:
             assert job.prompt is not None
             rendered = _Rendered(ids=self._prompt_ids(job.prompt))
         self._check_length(len(rendered.ids), "request.messages" if job.messages is not None else "request.prompt")
+        continuations = tuple(self._continuation(idx, each) for idx, each in enumerate(job.continuations))
+        for idx, continuation in enumerate(continuations):
+            self._check_length(len(rendered.ids) + len(continuation), f"request.continuations[{idx}]")
         self._check_token_ids(job)
+        job = dataclasses.replace(job, sampling=self._with_defaults(job))
         sampling, warnings = self._clamp(job, len(rendered.ids))
         cache, cache_warnings = _cache_hints(job.cache, rendered.message_starts, len(rendered.ids))
         if job.model is not None and job.model != self._info.model:
@@ -82,6 +85,7 @@ class Preparer:
             images=rendered.images,
             end_ids=self.end_ids if job.kind is Kind.CHAT or job.constraint is not None else self._info.eos_token_ids,
             constraint=self._constraint(job),
+            continuations=continuations,
             warnings=job.warnings + warnings + cache_warnings,
         )
 
@@ -126,10 +130,20 @@ class Preparer:
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, str):
             return self._chat.render_text(prompt)
-        for idx, token_id in enumerate(prompt):
-            if token_id >= self._info.vocab_size:
-                raise _bad(f"request.prompt[{idx}]", token_id, f"below the vocabulary's {self._info.vocab_size}")
+        self._check_in_vocabulary("request.prompt", prompt)
         return prompt
+
+    def _continuation(self, idx: int, given: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Tokenised by itself: its tokens do not depend on the prompt's end."""
+        if isinstance(given, str):
+            return tuple(self._chat.tokenizer.encode(given))
+        self._check_in_vocabulary(f"request.continuations[{idx}]", given)
+        return given
+
+    def _check_in_vocabulary(self, field: str, ids: Sequence[int]) -> None:
+        for idx, token_id in enumerate(ids):
+            if token_id >= self._info.vocab_size:
+                raise _bad(f"{field}[{idx}]", token_id, f"below the vocabulary's {self._info.vocab_size}")
 
     def _check_length(self, num_tokens: int, field: str) -> None:
         if num_tokens == 0:
@@ -149,9 +163,15 @@ class Preparer:
                 if token_id >= self._info.vocab_size:
                     raise _bad(f"request.{name}", token_id, f"below the vocabulary's {self._info.vocab_size}")
 
+    def _with_defaults(self, job: Job) -> SamplingParams:
+        """What the request left out as the model's publisher advises."""
+        advised = {name: getattr(self._info.sampling, name) for name in sorted(job.left_out)}
+        given = {name: value for name, value in advised.items() if value is not None}
+        return dataclasses.replace(job.sampling, **given) if given else job.sampling
+
     def _clamp(self, job: Job, num_prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
         """`max_tokens` is a limit, not a demand: what does not fit the context is cut off, and said."""
-        if job.kind is Kind.WARM:
+        if job.kind in (Kind.WARM, Kind.SCORE):
             return dataclasses.replace(job.sampling, max_tokens=0, min_tokens=0), ()
         room = self._info.max_context - num_prompt_tokens
         wanted = job.sampling.max_tokens
