@@ -5,31 +5,19 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from gewell.protocol import Channel, ToolDelta
 from gewell.text.tokenizer import Tokenizer
 from gewell.text.tool_call import QUOTE, ToolCallError, parse_tool_calls
-
-Channel = Literal["content", "reasoning", "tool"]
 
 _THOUGHT_HEAD = "thought\n"
 _QUOTE_NAME = '<|"|>'
 
 
-@dataclass(frozen=True, slots=True)
-class ToolDelta:
-    """One whole tool call, the `index`-th of the answer. `arguments_delta` is a JSON object."""
-
-    index: int
-    id: str
-    name: str
-    arguments_delta: str
-
-
 class Piece(NamedTuple):
-    """A part of the output in order. Of a tool call the text is empty and `tool_delta` says all."""
+    """A part of the output in order. Of a tool call the text is empty and `tool_delta` says all: it is whole."""
 
     channel: Channel
     text: str
@@ -112,7 +100,7 @@ class OutputParser:
         if self._state is _State.TOOL:
             self._give_back("the tool call was cut off", closed=False)
         elif self._held:
-            self._emit("reasoning", self._held)
+            self._emit(Channel.REASONING, self._held)
         self._held, self._state = "", _State.CONTENT
         return self._take()
 
@@ -129,7 +117,7 @@ class OutputParser:
         if not text:
             return
         if self._state is _State.CONTENT:
-            self._emit("content", text)
+            self._emit(Channel.CONTENT, text)
         elif self._state is _State.TOOL:
             self._call.append(text)
         elif self._state is _State.THOUGHT:
@@ -149,7 +137,7 @@ class OutputParser:
     def _thought(self, text: str) -> None:
         text = self._held + text
         self._held = "\n" if text.endswith("\n") else ""
-        self._emit("reasoning", text.removesuffix("\n"))
+        self._emit(Channel.REASONING, text.removesuffix("\n"))
 
     def _open_thought(self) -> None:
         if self._state is _State.TOOL:
@@ -162,7 +150,7 @@ class OutputParser:
             self._call.append("<channel|>")
             return
         if self._state is _State.THOUGHT_HEAD and self._held != _THOUGHT_HEAD.rstrip("\n"):
-            self._emit("reasoning", self._held)
+            self._emit(Channel.REASONING, self._held)
         self._held, self._state = "", _State.CONTENT
 
     def _open_call(self) -> None:
@@ -184,8 +172,10 @@ class OutputParser:
         else:
             for call in calls:
                 arguments = json.dumps(call.arguments, ensure_ascii=False, separators=(",", ":"))
-                delta = ToolDelta(self.num_tool_calls, self._call_id(), call.name, arguments)
-                self._out.append(Piece("tool", "", delta))
+                delta = ToolDelta(
+                    index=self.num_tool_calls, id=self._call_id(), name=call.name, arguments_delta=arguments
+                )
+                self._out.append(Piece(Channel.TOOL, "", delta))
                 self.num_tool_calls += 1
         self._call, self._state = [], _State.CONTENT
 
@@ -201,7 +191,7 @@ class OutputParser:
         """The call so far as content, exactly as the model wrote it."""
         self.parse_errors.append(why)
         raw = "".join(self._call).replace(QUOTE, _QUOTE_NAME)
-        self._emit("content", f"<|tool_call>{raw}{'<tool_call|>' if closed else ''}")
+        self._emit(Channel.CONTENT, f"<|tool_call>{raw}{'<tool_call|>' if closed else ''}")
         self._call = []
 
     def _emit(self, channel: Channel, text: str) -> None:

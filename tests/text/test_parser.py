@@ -20,10 +20,10 @@ WEATHER = {
 CALL = '<|tool_call>call:weather{city:<|"|>Brno<|"|>,days:<|"|>2<|"|>}<tool_call|>'
 
 
-def parse(tokenizer: HFTokenizer, text: str, **options: Any) -> OutputParser:
+def parse(tokenizer: HFTokenizer, text: str, **options: Any) -> tuple[OutputParser, list[tuple[str, str]]]:
+    """The parser after all of the text, and what it gave out."""
     parser = OutputParser(tokenizer, call_id_seed="job", **options)
-    parser.result = joined(parser.push(tokenizer.encode(text, specials=True)) + parser.finish())
-    return parser
+    return parser, joined(parser.push(tokenizer.encode(text, specials=True)) + parser.finish())
 
 
 def joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
@@ -40,8 +40,7 @@ def joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
 
 
 def results(tokenizer: HFTokenizer, text: str, **options: Any) -> list[tuple[str, str]]:
-    result: list[tuple[str, str]] = parse(tokenizer, text, **options).result
-    return result
+    return parse(tokenizer, text, **options)[1]
 
 
 def test_thought_and_answer_are_told_apart(gemma4: HFTokenizer) -> None:
@@ -73,7 +72,7 @@ def test_thought_without_a_name_keeps_its_text(gemma4: HFTokenizer) -> None:
 
 def test_reasoning_tokens_are_counted(gemma4: HFTokenizer) -> None:
     thought = "<|channel>thought\nabc\n<channel|>"
-    parser = parse(gemma4, f"x{thought}yz")
+    parser, _ = parse(gemma4, f"x{thought}yz")
     assert parser.num_reasoning_tokens == len(gemma4.encode(thought, specials=True)) - 1  # the opening token decides
 
 
@@ -101,14 +100,14 @@ def test_what_cannot_be_parsed_comes_back_as_written(gemma4: HFTokenizer) -> Non
         "<|tool_call>nonsense<tool_call|>",
         "<|tool_call>call:weather{city:<|channel>x<channel|>",
     ):
-        parser = parse(gemma4, f"a{raw}", tools=[WEATHER])
-        assert parser.result == [("content", f"a{raw}")]
+        parser, result = parse(gemma4, f"a{raw}", tools=[WEATHER])
+        assert result == [("content", f"a{raw}")]
         assert len(parser.parse_errors) == 1
 
 
 def test_call_without_tools_is_text(gemma4: HFTokenizer) -> None:
-    parser = parse(gemma4, CALL)
-    assert parser.result == [("content", CALL)]
+    parser, result = parse(gemma4, CALL)
+    assert result == [("content", CALL)]
     assert "no tools" in parser.parse_errors[0]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gewell.protocol import Channel, ToolDelta
+from gewell.text.parser import Piece
 from gewell.text.tokenizer import ByteTokenizer
 
 
@@ -114,10 +115,11 @@ def test_merge_keeps_channels_apart_and_order():
 class Calls:
     """Pieces of a model that calls a tool."""
 
-    def push(self, ids: Sequence[int]) -> list[tuple[Channel, str, ToolDelta | None]]:
-        return [(Channel.TOOL, "", ToolDelta(index=0, id="c1", name="f", arguments_delta="{}"))] if 9 in ids else []
+    def push(self, ids: Sequence[int]) -> list[Piece]:
+        call = ToolDelta(index=0, id="c1", name="f", arguments_delta="{}")
+        return [Piece(Channel.TOOL, "", call)] if 9 in ids else []
 
-    def finish(self) -> list[tuple[Channel, str, ToolDelta | None]]:
+    def finish(self) -> list[Piece]:
         return []
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gewell.protocol import Channel, ToolDelta
 from gewell.text.detokenizer import Detokenizer
+from gewell.text.parser import Piece
 from gewell.text.stops import StopMatcher
 from gewell.text.tokenizer import Tokenizer
 
@@ -19,11 +20,11 @@ class Span(NamedTuple):
 
 
 class Pieces(Protocol):
-    """Splits ids into (channel, text, tool delta): the chat parser, or plain text."""
+    """Splits ids into pieces: the chat parser, or plain text."""
 
-    def push(self, ids: Sequence[int]) -> list[tuple[Channel, str, ToolDelta | None]]: ...
+    def push(self, ids: Sequence[int]) -> Sequence[Piece]: ...
 
-    def finish(self) -> list[tuple[Channel, str, ToolDelta | None]]: ...
+    def finish(self) -> Sequence[Piece]: ...
 
 
 class PlainPieces:
@@ -32,13 +33,13 @@ class PlainPieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._detokenizer = Detokenizer(tokenizer)
 
-    def push(self, ids: Sequence[int]) -> list[tuple[Channel, str, ToolDelta | None]]:
+    def push(self, ids: Sequence[int]) -> list[Piece]:
         text = self._detokenizer.push(ids)
-        return [(Channel.CONTENT, text, None)] if text else []
+        return [Piece(Channel.CONTENT, text)] if text else []
 
-    def finish(self) -> list[tuple[Channel, str, ToolDelta | None]]:
+    def finish(self) -> list[Piece]:
         text = self._detokenizer.flush()
-        return [(Channel.CONTENT, text, None)] if text else []
+        return [Piece(Channel.CONTENT, text)] if text else []
 
 
 class JobText:
@@ -90,7 +91,7 @@ class JobText:
                 spans.append(Span((), Channel.CONTENT, held))
         return spans
 
-    def _spans(self, ids: tuple[int, ...], pieces: list[tuple[Channel, str, ToolDelta | None]]) -> list[Span]:
+    def _spans(self, ids: tuple[int, ...], pieces: Sequence[Piece]) -> list[Span]:
         spans = []
         for channel, text, tool in pieces:
             if channel is Channel.CONTENT and self._matcher is not None:

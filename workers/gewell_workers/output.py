@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from gewell.errors import GewellError
-from gewell.protocol import Channel, ErrorCode, ErrorInfo, FinalRecord, Keys, ToolDelta
+from gewell.protocol import ErrorCode, ErrorInfo, FinalRecord, Keys
 from gewell.text.parser import OutputParser
 from gewell.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gewell_workers.finish import Outcome
@@ -36,30 +36,11 @@ log = logging.getLogger(__name__)
 _LAST_WORDS_S = 10.0  # after the worker is gone: to write what waits
 
 
-class ChatPieces:
-    """A chat answer, parsed into content, reasoning and tool calls."""
-
-    def __init__(self, tokenizer: Tokenizer, job: OpenJob) -> None:
-        # Ids of tool calls come from the job's id: a continuation repeats them.
-        self._parser = OutputParser(tokenizer, tools=job.tools, call_id_seed=job.job_id)
-
-    def push(self, ids: Any) -> list[tuple[Channel, str, ToolDelta | None]]:
-        return [_typed(piece) for piece in self._parser.push(ids)]
-
-    def finish(self) -> list[tuple[Channel, str, ToolDelta | None]]:
-        return [_typed(piece) for piece in self._parser.finish()]
-
-
-def _typed(piece: Any) -> tuple[Channel, str, ToolDelta | None]:
-    delta = piece.tool_delta
-    if delta is None:
-        return Channel(piece.channel), piece.text, None
-    tool = ToolDelta(index=delta.index, id=delta.id, name=delta.name, arguments_delta=delta.arguments_delta)
-    return Channel.TOOL, "", tool
-
-
 def make_pieces(tokenizer: Tokenizer, job: OpenJob) -> Pieces:
-    return ChatPieces(tokenizer, job) if job.is_chat else PlainPieces(tokenizer)
+    """Of a chat: content, reasoning and tool calls, whose ids come from the job's: a continuation repeats them."""
+    if job.is_chat:
+        return OutputParser(tokenizer, tools=job.tools, call_id_seed=job.job_id)
+    return PlainPieces(tokenizer)
 
 
 class OutputProcess:
