@@ -100,15 +100,6 @@ def test_wrong_password_is_one_clear_line_that_does_not_show_it(tmp_path: Path):
     assert "barley" not in line
 
 
-def test_wrong_password_is_one_clear_line_that_does_not_show_it(tmp_path: Path):
-    with EmbeddedServer(tmp_path / "s", extra_args=("--requirepass", "sesame")) as server:
-        url = f"redis://:open-barley@127.0.0.1:{server.port}/0"
-        line = fails(tmp_path, "--model", "scripted", "--redis", url)
-    assert "WRONGPASS" in line
-    assert str(server.port) in line
-    assert "barley" not in line
-
-
 def test_server_that_comes_later_is_waited_for(tmp_path: Path):
     with EmbeddedServer(tmp_path / "s") as server:
         port = server.port
