@@ -114,6 +114,36 @@ def test_completions_take_texts_ids_and_lists_of_both(gateway, worker):
     assert body["usage"]["prompt_tokens"] == 12
 
 
+def test_an_echo_is_the_prompt_with_its_logprobs_before_the_answer(gateway, worker):
+    def token(text: str, lp: float | None) -> dict[str, object]:
+        top = [] if lp is None else [{"id": 9, "t": "x", "b": [120], "lp": -0.5}]
+        return {"id": 1, "t": text, "b": list(text.encode()), "lp": lp, "top": top}
+
+    asked = []
+
+    def work(job):
+        asked.append(job.body["request"])
+        job.finish(
+            text="!", token_ids=(3,), logprobs=(token("!", -3.0),), prompt_logprobs=(token("a", None), token("é", -2.0))
+        )
+
+    thread = answered_by_hand(worker, work)
+    status, body, _ = gateway.call("/v1/completions", {"prompt": "aé", "echo": True, "logprobs": 1, "max_tokens": 1})
+    thread.join()
+    assert status == 200
+    assert asked == [{"prompt": "aé", "logprobs": 1, "max_tokens": 1, "prompt_logprobs": 1}]
+    (choice,) = body["choices"]
+    assert choice["text"] == "aé!"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "é", "!"],
+        "token_logprobs": [None, -2.0, -3.0],
+        "top_logprobs": [None, {"x": -0.5}, {"x": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+    status, body, _ = gateway.call("/v1/completions", {"prompt": "a", "echo": True, "stream": True})
+    assert (status, body["error"]["param"]) == (400, "echo")
+
+
 def test_request_reaches_the_worker_with_hints_lane_and_conversation(gateway, worker):
     seen = []
     thread = answered_by_hand(worker, lambda job: (seen.append((job.lane, job.body, job.id)), job.finish()))

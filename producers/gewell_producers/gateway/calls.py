@@ -2,14 +2,15 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
+from gewell.errors import InvalidRequest
 from gewell.fields import refuse
 from gewell.job import parse_job
-from gewell.protocol import MAX_BODY_BYTES, Lane, check_id, expand_ids, is_valid_id
+from gewell.protocol import MAX_BODY_BYTES, ErrorCode, Lane, check_id, expand_ids, is_valid_id
 from gewell_producers.gateway.access import Caller
 from gewell_producers.gateway.problems import Problem
 from gewell_producers.job import Job, new_job_id
@@ -37,6 +38,7 @@ class Call:
     """One HTTP request: its jobs, one a choice, and how the answer is wanted.
 
     digests                  of the jobs, where the caller chose the id: it may belong to another request already
+    is_echo                  a text completion's answer begins with its prompt
     cancels_on_disconnect    by default only where the caller cannot come back, having chosen no id
     """
 
@@ -48,6 +50,7 @@ class Call:
     include_usage: bool
     return_token_ids: bool
     cancels_on_disconnect: bool
+    is_echo: bool = False
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -76,7 +79,15 @@ def completion_call(body: dict[str, Any], headers: Mapping[str, str], caller: Ca
         refuse("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} in one request")
     given = dict(body)
     given.setdefault("max_tokens", 16)  # OpenAI's default for this endpoint
-    return _call("completion", "cmpl", given, [{"prompt": each} for each in prompts], headers, caller)
+    is_echo = _flag(given, "echo")
+    given.pop("echo", None)
+    if is_echo:
+        if _flag(given, "stream"):
+            raise InvalidRequest(ErrorCode.UNSUPPORTED, "echo: not supported in a streamed answer", "echo")
+        logprobs = given.get("logprobs")
+        given["prompt_logprobs"] = 0 if logprobs is None or isinstance(logprobs, bool) else logprobs
+    call = _call("completion", "cmpl", given, [{"prompt": each} for each in prompts], headers, caller)
+    return replace(call, is_echo=is_echo)
 
 
 def _call(

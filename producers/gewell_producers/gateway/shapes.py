@@ -39,7 +39,10 @@ def _chat_token(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_logprobs(logprobs: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
-    """The older shape of /v1/completions. `offset`: characters of the answer before these tokens."""
+    """The older shape of /v1/completions. `offset`: characters of the answer before these tokens.
+
+    The first token of an echoed prompt has no log-probability and no alternatives: null.
+    """
     if logprobs is None:
         return None
     offsets = []
@@ -49,7 +52,9 @@ def text_logprobs(logprobs: Sequence[Mapping[str, Any]] | None, offset: int = 0)
     return {
         "tokens": [each["t"] for each in logprobs],
         "token_logprobs": [each["lp"] for each in logprobs],
-        "top_logprobs": [{top["t"]: top["lp"] for top in each.get("top") or ()} for each in logprobs],
+        "top_logprobs": [
+            None if each["lp"] is None else {top["t"]: top["lp"] for top in each.get("top") or ()} for each in logprobs
+        ],
         "text_offset": offsets,
     }
 
@@ -94,12 +99,15 @@ def chat_completion(call: Call, records: Sequence[FinalRecord]) -> dict[str, Any
 
 
 def text_completion(call: Call, records: Sequence[FinalRecord]) -> dict[str, Any]:
-    choices = [
-        {"index": idx, "text": record.text, "logprobs": text_logprobs(record.logprobs)}
-        | finish_fields(record.finish_reason)
-        | _ids(call, record)
-        for idx, record in enumerate(records)
-    ]
+    choices = []
+    for idx, record in enumerate(records):
+        text, logprobs = record.text, record.logprobs
+        if call.is_echo:
+            prompt = record.prompt_logprobs or ()
+            text = bytes(byte for token in prompt for byte in token["b"]).decode(errors="replace") + text
+            logprobs = None if logprobs is None else (*prompt, *logprobs)
+        choice = {"index": idx, "text": text, "logprobs": text_logprobs(logprobs)}
+        choices.append(choice | finish_fields(record.finish_reason) | _ids(call, record))
     head = _head(call, records, "text_completion")
     return head | {"choices": choices, "usage": usage_json([r.usage for r in records])} | _extras(records)
 
