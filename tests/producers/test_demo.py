@@ -55,6 +55,28 @@ def test_demo_on_the_shipped_model_repairs_every_record(capfd):
 
 
 @pytest.mark.redis
+def test_demo_in_a_third_of_its_memory_reuses_what_went_to_host_memory(capfd):
+    """Eight conversations of about 16 pages (a window and slack of 12, 4 of full KV) of 160 KiB in a pool of 42 pages.
+
+    Without host memory such a run reuses 57 % of what could be reused.
+    """
+    working_set_gib = 8 * 16 * 163_840 / 2**30
+    memory = ["--kv-gib", str(working_set_gib / 3), "--host-gib", str(2 * working_set_gib)]
+    assert run(["demo", "--plain", "--conversations", "4", *memory]) == 0
+    table = _table(capfd.readouterr().out)
+    assert (table["errors"], table["came out right"]) == ("0", "4")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [("--kv-gib", "0", "kv_gib"), ("--kv-gib", "inf", "kv_gib"), ("--host-gib", "-1", "host_gib")],
+)
+def test_demo_refuses_memory_that_cannot_be(option, value, field, capfd):
+    assert run(["demo", option, value]) == 2
+    assert f"{field}: " in capfd.readouterr().err
+
+
+@pytest.mark.redis
 def test_demo_fails_when_too_little_was_reused(capfd, monkeypatch):
     monkeypatch.setenv("GEWELL_NAMESPACE", "somebody-elses")
     monkeypatch.setenv("GEWELL_REDIS", "redis://127.0.0.1:1")

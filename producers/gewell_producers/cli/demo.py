@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gewell.errors import CheckpointError
+from gewell.errors import CheckpointError, ConfigError
 from gewell.model_store import model_path
 from gewell.protocol import WorkerField
 from gewell.text.chat import load_chat
@@ -41,6 +42,8 @@ def demo(
     conversations: Annotated[int, typer.Option(min=1, max=512, help="How many go on side by side.")] = 8,
     turns: Annotated[int, typer.Option(min=1, max=32, help="Turns of each writer.")] = 3,
     rows: Annotated[int | None, typer.Option(help="Most rows in a step; default: by the device.")] = None,
+    kv_gib: Annotated[float | None, typer.Option(help="Memory for keys and values; default: what is free.")] = None,
+    host_gib: Annotated[float, typer.Option(help="Host memory for prefixes that find no room there.")] = 0.0,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines, also in a terminal.")] = False,
 ) -> None:
     """Let writers and critics work through the queue, and show how much of their prompts came from the cache.
@@ -52,12 +55,14 @@ def demo(
     95 % of the reusable prompt tokens were reused.
     """
     console = Console(highlight=False)
+    memory = _memory_options(kv_gib, host_gib)
     folder = None if model == SCRIPTED else _model_folder(model)
     play = _play(folder)
     with _sigterm_as_exit(), contextlib.ExitStack() as stack:
         with console.status(f"starting a server and a worker with {model}"):
             started_s = time.monotonic()
-            url = stack.enter_context(server_and_worker(model if folder is None else str(folder), rows=rows))
+            served = model if folder is None else str(folder)
+            url = stack.enter_context(server_and_worker(served, rows=rows, options=memory))
         console.print(f"server and worker with {model} ready after {time.monotonic() - started_s:.1f} s")
         num_jobs = len(play.warm_ups()) + conversations * play.num_jobs(turns)
         is_live = console.is_terminal and not plain
@@ -69,6 +74,18 @@ def demo(
         print(f"gewell: {problem}", file=sys.stderr)
     if problems:
         raise typer.Exit(1)
+
+
+def _memory_options(kv_gib: float | None, host_gib: float) -> list[str]:
+    """The worker's options, refused here: its own refusal would be the end of a log."""
+    options = []
+    if kv_gib is not None:
+        if not 0 < kv_gib < math.inf:
+            raise ConfigError("kv_gib", kv_gib, "a number of GiB above 0")
+        options += ["--kv-gib", str(kv_gib)]
+    if not 0 <= host_gib < math.inf:
+        raise ConfigError("host_gib", host_gib, "a number of GiB, 0 or more")
+    return [*options, "--host-gib", str(host_gib)]
 
 
 async def _run(
