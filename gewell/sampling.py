@@ -18,7 +18,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0  # 0 <= seed < 2**63
     max_tokens: int = 256
-    min_tokens: int = 0  # stop ids cannot end the row before this many tokens
+    min_tokens: int = 0  # neither stop ids nor stop texts end the row before this many tokens
     ignore_eos: bool = False  # the model's own end ids do not stop; stop_token_ids still do
     stop: tuple[str, ...] = ()  # looked for in visible text, by the output process
     stop_token_ids: tuple[int, ...] = ()

@@ -24,16 +24,21 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Text that can be shown now, and the stop string if this push completed one."""
+    def push(self, text: str, *, can_match: bool = True) -> tuple[str, str | None]:
+        """Text that can be shown now, and the stop string if this push completed one.
+
+        can_match   False: what is completed by this push is text like any other, now and later; one that only begins
+                    here may still be completed by a later push
+        """
         if self.matched is not None:
             return "", None
         if not self._stops:
             return text, None
+        num_old = len(self._held)
         text = self._held + text
         if self._first_chars.isdisjoint(text):  # nearly always
             return text, None
-        found = self._find(text)
+        found = self._find(text, num_old) if can_match else None
         if found is not None:
             start, stop = found
             self.matched, self._held = stop, ""
@@ -47,11 +52,12 @@ class StopMatcher:
         text, self._held = self._held, ""
         return text
 
-    def _find(self, text: str) -> tuple[int, str] | None:
+    def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """The first stop that ends beyond the first `num_old` characters, which an earlier push has looked at."""
         best: tuple[int, str] | None = None
         best_end = len(text) + 1
         for stop in self._stops:  # longest first: at equal ends the first one found stays
-            start = text.find(stop, 0, best_end - 1)
+            start = text.find(stop, max(0, num_old + 1 - len(stop)), best_end - 1)
             if start >= 0:
                 best, best_end = (start, stop), start + len(stop)
         return best

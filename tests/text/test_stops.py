@@ -47,6 +47,30 @@ def test_stop_that_is_complete_first_wins_and_then_the_longest() -> None:
     assert run(["c", "bc"], ["abc"]) == ("a", "bc")
 
 
+def test_stop_that_is_complete_before_it_may_match_is_text_for_good() -> None:
+    matcher = StopMatcher(["ab", "xabc"])
+    assert matcher.push("1xab", can_match=False) == ("1", None)  # held back as the start of xabc
+    assert matcher.push("d") == ("xabd", None)
+    assert matcher.push("ab") == ("", "ab")
+
+
+def test_stop_that_begins_before_it_may_match_is_found_when_it_is_complete() -> None:
+    matcher = StopMatcher(["aaa"])
+    assert matcher.push("aaaa", can_match=False) == ("aa", None)
+    assert matcher.push("a") == ("", "aaa")
+
+
+@given(stops_of_ab, st.text("abc", max_size=12), st.integers(0, 12))
+def test_the_first_stop_that_ends_late_enough_is_the_one(stops: list[str], text: str, least: int) -> None:
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.push(char, can_match=idx >= least)[0] for idx, char in enumerate(text)) + matcher.flush()
+    expected = (text, None)
+    for end in range(len(text), least, -1):
+        if done := [stop for stop in stops if text[:end].endswith(stop)]:
+            expected = (text[: end - len(max(done, key=len))], max(done, key=len))
+    assert (shown, matcher.matched) == expected
+
+
 def test_without_stops_text_passes_at_once() -> None:
     assert StopMatcher([]).push("text") == ("text", None)
     assert StopMatcher([""]).push("text") == ("text", None)

@@ -43,6 +43,15 @@ def test_stop_string_across_pushes_is_never_shown_in_part():
     assert text.text(Channel.CONTENT) == "ab"
 
 
+@pytest.mark.parametrize(("min_tokens", "stopped_at"), [(0, 1), (1, 3), (2, 3), (3, 5), (4, 5), (5, None)])
+def test_stop_string_counts_from_the_token_after_min_tokens(min_tokens: int, stopped_at: int | None):
+    for parts in ([b"xyxyx"], [b"x", b"yx", b"yx"]):  # also what a continuation replays
+        text = JobText(PlainPieces(ByteTokenizer()), stops=["x"], min_tokens=min_tokens)
+        for part in parts:
+            text.push(part)
+        assert text.stopped_at == stopped_at
+
+
 def test_held_back_text_is_released_at_the_end():
     text = new(["END"])
     assert shown(text.push(b"abEN")) == "ab"

@@ -100,6 +100,16 @@ def test_stop_string_ends_the_row_and_is_cut_from_the_text(shared: Harness):
     assert shared.check_stream("life-stop-in").text == whole[: at + 3]
 
 
+def test_stop_string_within_min_tokens_does_not_end_the_row(shared: Harness):
+    whole = bytes(expected_ids(b"hello", 3, 60)).decode()
+    first, later = whole[0], whole[20:23]
+    assert first not in whole[10:23]
+    shared.submit("life-min", "hello", max_tokens=60, seed=3, min_tokens=10, stop=[first, later])
+    record = shared.check_stream("life-min")
+    assert record.finish_reason == "stop"
+    assert record.text == whole[: whole.index(later, 10)]
+
+
 def test_stop_id_is_recorded_and_not_shown(shared: Harness):
     ids = expected_ids(b"hello", 3, 60)
     stop_id = ids[12]

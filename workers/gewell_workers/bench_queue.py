@@ -228,6 +228,7 @@ def open_job(job_id: str, *, is_chat: bool = True) -> OpenJob:
         tools=None,
         stop=[],
         include_stop=False,
+        min_tokens=0,
         ends_loops=False,
         first_prompt_id=None,
         wants_logprobs=False,

@@ -93,7 +93,7 @@ class JobStream:
     def __init__(self, job: OpenJob, pieces: Pieces, tokenizer: Tokenizer) -> None:
         self.job = job
         self._tokenizer = tokenizer
-        self._text = JobText(pieces, stops=job.stop, include_stop=job.include_stop)
+        self._text = JobText(pieces, stops=job.stop, include_stop=job.include_stop, min_tokens=job.min_tokens)
         self._loops = RepetitionDetector(tokenizer) if job.ends_loops else None
         self._looped_at: int | None = None  # number of tokens up to and with the one that closed a loop
         self._eager = bool(job.stop)  # a stop string should end its row soon, so every token is looked at when it comes

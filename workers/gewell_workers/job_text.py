@@ -45,13 +45,17 @@ class PlainPieces:
 class JobText:
     """The text of one job as its tokens arrive.
 
-    Stop strings are looked for in visible content only, after parsing. The result does not depend on how tokens were
+    Stop strings are looked for in visible content only, after parsing; one that is complete within the first
+    `min_tokens` tokens is no stop. The result does not depend on how tokens were
     cut into pushes, so a continuation rebuilds the state of a dead worker by pushing the tokens that stand.
     """
 
-    def __init__(self, pieces: Pieces, *, stops: Sequence[str] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self, pieces: Pieces, *, stops: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self._pieces = pieces
         self._matcher = StopMatcher(stops, include_stop) if stops else None
+        self._min_tokens = min_tokens
         self.num_ids = 0
         self.stopped_at: int | None = None  # number of tokens up to and with the one that completed a stop string
         self._parts: dict[Channel, list[str]] = {Channel.CONTENT: [], Channel.REASONING: []}
@@ -95,7 +99,7 @@ class JobText:
         spans = []
         for channel, text, tool in pieces:
             if channel is Channel.CONTENT and self._matcher is not None:
-                text, matched = self._matcher.push(text)
+                text, matched = self._matcher.push(text, can_match=self.num_ids > self._min_tokens)
                 if matched is not None:
                     self.stopped_at = self.num_ids
             if tool is not None:

@@ -38,6 +38,7 @@ class OpenJob:
     tools: list[dict[str, Any]] | None
     stop: list[str]
     include_stop: bool
+    min_tokens: int
     ends_loops: bool
     first_prompt_id: int | None  # where log-probabilities of the prompt are wanted: the one token that has none
     wants_logprobs: bool
