@@ -122,6 +122,19 @@ def test_refusal_reaches_the_inbox_with_metadata(shared: Harness):
     assert record.metadata == {"row": 3}
 
 
+def test_entry_of_another_version_is_not_read_as_one_of_ours(shared: Harness):
+    jobs, body = shared.keys.jobs("normal"), json.loads(completion()) | {"reply_to": "newer"}
+    for job_id, version in (("v-99", {"v": 99}), ("v-word", {"v": "new"}), ("v-none", {}), ("v-ours", {"v": 1})):
+        shared.job_ids.add(job_id)
+        shared.redis.xadd(jobs, {**version, "id": job_id, "body": json.dumps(body)})
+    for job_id in ("v-99", "v-word"):
+        error = shared.check_stream(job_id).error
+        assert (error.code, error.field, error.retryable) == (ErrorCode.UNSUPPORTED, "v", False)
+    assert "'99' is not 1" in shared.result("v-99").error.message
+    assert shared.result("v-none").state == shared.result("v-ours").state == State.DONE
+    assert shared.redis.xlen(shared.keys.inbox("newer")) == 4
+
+
 def test_entry_without_a_usable_id_goes_to_dead(shared: Harness):
     jobs = shared.keys.jobs("normal")
     before = shared.redis.xlen(shared.keys.dead)

@@ -12,6 +12,7 @@ from typing import Any
 
 from gewell.protocol import (
     FENCE_SEQ,
+    PROTOCOL_VERSION,
     RESTART_SEQ,
     TERMINAL_STATES,
     CancelKind,
@@ -32,6 +33,7 @@ from gewell_workers.resp import Client, Reply, ReplyError, is_fenced, pack, rais
 class Taken:
     """An entry of a jobs stream that is pending with us.
 
+    version     of the protocol, as the entry's `v` says; without one it is ours
     is_crash    it was pending with a worker that died, not new and not handed back
     is_trial    it comes out of probation: it may join the batch now
     """
@@ -40,6 +42,7 @@ class Taken:
     entry_id: str
     job_id: str
     body: bytes
+    version: str = str(PROTOCOL_VERSION)
     is_crash: bool = False
     is_trial: bool = False
 

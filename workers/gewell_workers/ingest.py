@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gewell.engine.api import EngineInfo, EngineRequest
 from gewell.errors import InvalidRequest
 from gewell.job import Envelope, Job, Kind, parse_job, read_envelope
-from gewell.protocol import GROUP, RESULT_TTL_S, TERMINAL_STATES, ErrorCode, Keys, State
+from gewell.protocol import GROUP, PROTOCOL_VERSION, RESULT_TTL_S, TERMINAL_STATES, ErrorCode, Keys, State
 from gewell_workers.cancel import CancelLog
 from gewell_workers.claim import Claim, Kept, Known, Taken, Wanted, claim_jobs, look_up, watch
 from gewell_workers.clock import ServerClock
@@ -373,6 +373,7 @@ class Ingest:
             tools=list(job.tools) if job and job.tools else None,
             stop=list(sampling.stop) if sampling else [],
             include_stop=sampling.include_stop if sampling else False,
+            min_tokens=sampling.min_tokens if sampling else 0,
             ends_loops=job is not None and job.ends_loops,
             first_prompt_id=prompt.ids[0] if prompt and job and job.prompt_logprobs is not None else None,
             wants_logprobs=sampling is not None and sampling.logprobs is not None,
@@ -406,6 +407,9 @@ def _ends_with_stop_id(prompt: Prompt, ids: Sequence[int]) -> bool:
 
 def _draft(taken: Taken) -> _Draft:
     try:
+        if taken.version != str(PROTOCOL_VERSION):
+            message = f"v: {taken.version[:80]!r} is not {PROTOCOL_VERSION}, the one version that this worker serves"
+            raise InvalidRequest(ErrorCode.UNSUPPORTED, message, "v")
         job = parse_job(taken.body)
     except InvalidRequest as error:
         return _Draft(taken=taken, envelope=read_envelope(taken.body), refusal=error)

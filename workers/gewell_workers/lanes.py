@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Sequence
 
-from gewell.protocol import GROUP, Keys, Lane, is_valid_id
+from gewell.protocol import GROUP, PROTOCOL_VERSION, Keys, Lane, is_valid_id
 from gewell.scheduler.fairness import LANE_WEIGHTS
 from gewell_workers.claim import Taken
 from gewell_workers.resp import Client, Reply, ReplyError, pack, raise_error
@@ -93,5 +93,6 @@ def _taken(lane: Lane, entry_id: bytes, flat: Sequence[bytes], is_crash: bool) -
         entry_id=entry_id.decode(),
         job_id=job_id if is_valid_id(job_id) else "",
         body=fields.get(b"body", b""),
+        version=fields.get(b"v", b"%d" % PROTOCOL_VERSION).decode("ascii", "replace"),
         is_crash=is_crash,
     )
