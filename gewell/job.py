@@ -349,7 +349,7 @@ def _parse_sampling(kind: Kind, request: Fields, seed: int | None) -> SamplingPa
         logit_bias=_parse_logit_bias(request),
         presence_penalty=_given(request.number("presence_penalty", -2, 2), 0.0),
         frequency_penalty=_given(request.number("frequency_penalty", -2, 2), 0.0),
-        repetition_penalty=_given(request.number("repetition_penalty", 0, 10, open_low=True), 1.0),
+        repetition_penalty=_given(request.number("repetition_penalty", 0.01, 10), 1.0),
     )
 
 

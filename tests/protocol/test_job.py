@@ -100,6 +100,7 @@ def test_logprobs_of_chats_need_both_fields_in_order():
         ("logit_bias", {"1": None}),
         ("logit_bias", {"٣": 1}),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 5e-324),
         ("frequency_penalty", 3),
         ("ignore_eos", 1),
         ("tools", {}),
