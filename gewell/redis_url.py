@@ -22,6 +22,10 @@ def check_url(url: str) -> str:
         raise ConfigError("redis", hidden, "expected redis://, rediss:// or unix://")
     try:
         parse_url(url)  # type: ignore[no-untyped-call]  # redis-py has no type there
+        place = urlsplit(url)
     except ValueError as error:
         raise ConfigError("redis", hidden, str(error)) from None
+    # redis-py takes any other path for database 0.
+    if place.scheme != "unix" and re.fullmatch(r"/?|/\d+/?", place.path, re.ASCII) is None:
+        raise ConfigError("redis", hidden, "expected the number of a database after the last /")
     return url

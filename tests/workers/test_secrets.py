@@ -33,6 +33,17 @@ def test_a_wrong_address_is_refused_without_its_password(take, url):
     assert "barley" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("place", ["queue/jobs", "queue/1/2", "queue/-1", "queue/0x1", "queue?db=jobs"])
+def test_a_database_that_is_no_number_is_not_taken_for_the_first(place):
+    with pytest.raises(ConfigError, match="jobs|1"):
+        check_url(f"redis://{place}")
+
+
+@pytest.mark.parametrize("place", ["queue", "queue/", "queue/3", "queue/3/", "queue?db=3"])
+def test_a_database_is_a_number_or_left_out(place):
+    assert check_url(f"rediss://{place}") == f"rediss://{place}"
+
+
 @pytest.mark.parametrize("command", [["dead", "list"], ["doctor"]])
 @pytest.mark.parametrize("url", ["redis://worker:barley@127.0.0.1:1/0", "redis://worker:barley@127.0.0.1:port"])
 def test_a_command_without_a_server_is_one_line_without_a_password(command, url, capsys):
