@@ -90,7 +90,7 @@ def up(
             info = engine.info
             _say(
                 f"model {info.model} loaded after {time.monotonic() - started_s:.1f} s: {info.max_num_seqs} rows, "
-                f"context {info.max_context}"
+                f"context {info.max_context}, {engine.stats().num_pages} pages{_host_memory(flags)}"
             )
             return engine
 
@@ -199,6 +199,10 @@ def _make_engine(folder: Path | None, flags: EngineFlags) -> Engine:
     from gewell.engine.build import build_engine  # imports torch, which `--help` and the scripted engine do not need
 
     return build_engine(folder, flags.options())
+
+
+def _host_memory(flags: EngineFlags) -> str:
+    return f" and {flags.host_gib:g} GiB of host memory for prefixes" if flags.host_gib else ""
 
 
 def _make_scripted(rows: int | None, max_context: int | None) -> Engine:
