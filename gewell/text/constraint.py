@@ -50,6 +50,7 @@ class GrammarCompiler:
         if not end_ids:
             raise ValueError("a constraint needs an id that ends the row")
         self._tokenizer = tokenizer
+        self._end_ids = tuple(end_ids)
         self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
         vocabulary = _Vocabulary(tokenizer, end_ids, self.vocab_size)
         self._ll = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(end_ids))
@@ -76,7 +77,7 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._ll, source, log_level=0)
         if matcher.is_error():
             raise refused(spec.field, matcher.get_error()[:500])
-        grammar = Grammar(matcher, self._tokenizer, self.num_mask_words)
+        grammar = Grammar(matcher, self._tokenizer, self._end_ids, self.num_mask_words)
         with self._lock:
             self._grammars[source] = grammar
             while len(self._grammars) > _COMPILED_GRAMMARS:
@@ -121,9 +122,10 @@ class GrammarCompiler:
 class Grammar:
     """A compiled constraint (`gewell.request.Constraint`). Immutable; `row` starts a new sequence under it."""
 
-    def __init__(self, matcher: Any, tokenizer: Tokenizer, num_mask_words: int) -> None:
+    def __init__(self, matcher: Any, tokenizer: Tokenizer, end_ids: tuple[int, ...], num_mask_words: int) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._end_ids = end_ids
         self._num_mask_words = num_mask_words
 
     @property
@@ -131,17 +133,20 @@ class Grammar:
         return self._num_mask_words
 
     def row(self, *, thinking: bool = False) -> "GrammarRow":
-        """`thinking`: the model may think first; thoughts are free, the grammar begins behind them."""
+        """`thinking`: the model may think once, first. Its thought is free but ends no row: an answer follows."""
         open_id = self._tokenizer.control_id("<|channel>") if thinking else None
         close_id = self._tokenizer.control_id("<channel|>") if thinking else None
-        return GrammarRow(self._matcher.deep_copy(), open_id, close_id)
+        return GrammarRow(self._matcher.deep_copy(), self._end_ids, open_id, close_id)
 
 
 class GrammarRow:
     """Where one sequence stands in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: Any, thought_open_id: int | None, thought_close_id: int | None) -> None:
+    def __init__(
+        self, matcher: Any, end_ids: tuple[int, ...], thought_open_id: int | None, thought_close_id: int | None
+    ) -> None:
         self._matcher = matcher
+        self._end_ids = end_ids
         self._open_id = thought_open_id
         self._close_id = thought_close_id
         self._in_thought = False
@@ -153,7 +158,7 @@ class GrammarRow:
             if self._in_thought:
                 self._in_thought = token_id != self._close_id
             elif self._may_think and token_id == self._open_id:
-                self._in_thought = True
+                self._in_thought, self._may_think = True, False  # where the answer is unlikely, models think for ever
             else:
                 self._may_think = False  # the answer has begun
                 if not self._matcher.consume_token(token_id):
@@ -163,12 +168,14 @@ class GrammarRow:
         """Set the bits of the ids that may come next, clear all others. words [num_mask_words] int32, contiguous."""
         if self._in_thought:
             words.fill(-1)
+            for end_id in self._end_ids:
+                words[end_id // 32] &= ~_bit(end_id)
             return
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             raise ConstraintFailed(self._matcher.get_error()[:300])
         if self._may_think and self._open_id is not None:
-            words[self._open_id // 32] |= np.uint32(1 << self._open_id % 32).astype(np.int32)
+            words[self._open_id // 32] |= _bit(self._open_id)
 
     @property
     def is_satisfied(self) -> bool:
@@ -182,9 +189,14 @@ class GrammarRow:
 
     def fork(self) -> "GrammarRow":
         """An independent row at the same place, for tokens that may be taken back."""
-        other = GrammarRow(self._matcher.deep_copy(), self._open_id, self._close_id)
+        other = GrammarRow(self._matcher.deep_copy(), self._end_ids, self._open_id, self._close_id)
         other._in_thought, other._may_think = self._in_thought, self._may_think
         return other
+
+
+def _bit(token_id: int) -> np.int32:
+    """The id's bit in its word of a mask."""
+    return np.uint32(1 << token_id % 32).astype(np.int32)
 
 
 class MaskFiller:

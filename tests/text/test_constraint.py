@@ -141,6 +141,20 @@ def test_thoughts_are_free_and_the_grammar_begins_behind_them(compiler: GrammarC
     assert not unfinished.is_satisfied
 
 
+def test_a_thought_comes_once_and_is_no_way_around_the_form(compiler: GrammarCompiler, gemma4: HFTokenizer) -> None:
+    compiled = grammar(compiler, ConstraintKind.JSON_OBJECT)
+    thought = gemma4.encode("<|channel>thought\nhm\n<channel|>", specials=True)
+    row, words = compiled.row(thinking=True), np.zeros(compiler.num_mask_words, np.int32)
+    end = gemma4.control_id("<turn|>")
+    assert end is not None
+    row.advance(thought[:-1])
+    row.fill(words)
+    assert not is_allowed(words, end)
+    assert not is_allowed(words, 1)
+    assert all(is_allowed(words, token_id) for token_id in (*thought[1:], 0, end + 1))
+    assert not follows(compiler, compiled.row(thinking=True), thought + thought)
+
+
 def test_demanded_tool_call_is_one_that_the_parser_reads(compiler: GrammarCompiler, gemma4: HFTokenizer) -> None:
     spec = parse_tool_choice([TOOL], "required")
     assert spec is not None

@@ -1,6 +1,8 @@
 """Answers that must have a form, through the queue. A caller parses them without looking: cut ones must say so."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from harness import Harness, expected_ids, wait_for
@@ -86,3 +88,67 @@ def test_a_killed_workers_constrained_answer_is_the_same_under_the_next(harness:
     assert killed.epoch == 2
     assert (killed.text, killed.structured) == (whole.text, COMPLETE)
     harness.check_nothing_left()
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Forecast.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+@pytest.fixture(scope="module")
+def nano(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    """A worker with the shipped model: a real vocabulary, tool calls and thoughts."""
+    harness = Harness(server, "nano", tmp_path_factory.mktemp("nano"))
+    worker = harness.start_worker("--model", "gewell-nano", "--device", "cpu", wait=False)
+    wait_for(lambda: "send a job" in worker.log or worker.process.poll(), timeout_s=90, what="worker with a real model")
+    assert worker.process.poll() is None, worker.log
+    yield harness
+    harness.close()
+
+
+def chat(harness: Harness, name: str, **request: Any) -> Any:
+    asked = {"messages": [{"role": "user", "content": "What is 3+4?"}], "temperature": 0, "max_tokens": 120, **request}
+    harness.submit_raw(name, json.dumps({"kind": "chat", "request": asked}))
+    return harness.check_stream(name)
+
+
+def test_a_demanded_tool_call_comes_and_fits_its_schema(nano: Harness):
+    named = {"type": "function", "function": {"name": "weather"}}
+    record = chat(nano, "named", tools=TOOLS, tool_choice=named)
+    assert (record.finish_reason, record.text, record.structured) == ("tool_calls", "", COMPLETE)
+    (call,) = record.tool_calls
+    assert call["name"] == "weather"
+    arguments = json.loads(call["arguments"])
+    assert arguments["city"] in ("Oslo", "Rome")
+    assert 1 <= arguments["days"] <= 9
+    required = chat(nano, "required", tools=TOOLS, tool_choice="required")
+    assert {call["name"] for call in required.tool_calls} <= {"weather", "stop"}
+    assert required.tool_calls
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_chat_answers_in_its_form_thoughts_aside(nano: Harness, thinking: bool):
+    kwargs = {"enable_thinking": thinking}
+    record = chat(nano, f"chat-{thinking}", response_format=STRICT, chat_template_kwargs=kwargs, max_tokens=400)
+    assert record.structured == COMPLETE
+    assert set(json.loads(record.text)) == {"name", "age"}
+
+
+def test_the_models_own_answer_scores_as_its_best(nano: Harness):
+    prompt = "What is 3+4?"
+    nano.submit("own", prompt, max_tokens=6, temperature=0, ignore_eos=True)
+    ids = list(nano.check_stream("own").token_ids)
+    other = [ids[0], (ids[1] + 1) % 2_000]
+    nano.submit_raw("rank", json.dumps({"kind": "score", "request": {"prompt": prompt, "continuations": [ids, other]}}))
+    scores = nano.check_stream("rank").scores
+    assert scores is not None
+    assert [each["is_greedy"] for each in scores] == [True, False]
+    assert scores[0]["tokens"][1]["lp"] > scores[1]["tokens"][1]["lp"]
+    assert scores[0]["tokens"][0]["lp"] == pytest.approx(scores[1]["tokens"][0]["lp"], abs=0.05)
