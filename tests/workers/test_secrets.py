@@ -35,7 +35,7 @@ def test_a_wrong_address_is_refused_without_its_password(take, url):
 
 @pytest.mark.parametrize("place", ["queue/jobs", "queue/1/2", "queue/-1", "queue/0x1", "queue?db=jobs"])
 def test_a_database_that_is_no_number_is_not_taken_for_the_first(place):
-    with pytest.raises(ConfigError, match="jobs|1"):
+    with pytest.raises(ConfigError, match="queue"):
         check_url(f"redis://{place}")
 
 

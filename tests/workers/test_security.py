@@ -178,3 +178,33 @@ def test_worker_speaks_tls_and_checks_the_certificate(server: EmbeddedServer, ha
             asyncio.run(connect())
     finally:
         front.close()
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_server_that_cuts_the_connection_is_named_with_a_reason(scheme: str, patience: int):
+    """asyncio's errors for it have no text of their own."""
+
+    async def connect() -> str:
+        async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(patience)
+            writer.close()
+
+        async with await asyncio.start_server(cut, "127.0.0.1", 0) as server:
+            url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(LinkLost) as caught:
+                await Link(url, name="test").connect()
+            return str(caught.value)
+
+    line = asyncio.run(connect())
+    assert line.startswith("no connection to 127.0.0.1:")
+    assert not line.endswith(": ")
+    assert ("TLS" in line) == (scheme == "rediss")
+
+
+def test_a_server_that_waits_for_another_greeting_is_said_to_be_slow(server: EmbeddedServer):
+    async def connect() -> None:
+        await Link(f"rediss://127.0.0.1:{server.port}/0", name="test", timeout_s=0.3).connect()
+
+    with pytest.raises(LinkLost, match=r"timed out .does it speak TLS"):
+        asyncio.run(connect())

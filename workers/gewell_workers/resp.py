@@ -83,7 +83,7 @@ class Link(asyncio.Protocol):
         """Write packed commands; the future holds one reply a command. Raises LinkLost, now or in the future."""
         future: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
         if self.lost is not None or self._transport is None:
-            raise LinkLost(f"connection to the server is lost: {self.lost}")
+            raise LinkLost(f"connection to the server is lost: {_words(self.lost)}")
         if not commands:
             future.set_result([])
             return future
@@ -99,7 +99,7 @@ class Link(asyncio.Protocol):
             while self._waiting:
                 _, future = self._waiting.popleft()
                 if not future.done():
-                    future.set_exception(LinkLost(f"connection to the server is lost: {self.lost}"))
+                    future.set_exception(LinkLost(f"connection to the server is lost: {_words(self.lost)}"))
                     future.exception()  # seen: nobody may be waiting for this batch any more
 
 
@@ -118,8 +118,8 @@ async def open_link(url: str, *, timeout_s: float, name: str) -> Link:
                 host, port = options.get("host", "localhost"), options.get("port", 6379)
                 _, link = await loop.create_connection(Link, host, port, ssl=_tls(options))
             replies = await link.send(_greeting(options, name))
-    except (OSError, TimeoutError) as error:
-        raise LinkLost(f"no connection to {describe(url)}: {error or 'timed out'}") from error
+    except (OSError, LinkLost) as error:
+        raise LinkLost(f"no connection to {describe(url)}: {_reason(error, options)}") from error
     try:
         for reply in replies:
             raise_error(reply)
@@ -127,6 +127,18 @@ async def open_link(url: str, *, timeout_s: float, name: str) -> Link:
         link.close()
         raise
     return link
+
+
+def _reason(error: OSError | LinkLost, options: dict[str, Any]) -> str:
+    """A server that speaks no TLS closes the connection, or waits, without saying why."""
+    reason = "timed out" if isinstance(error, TimeoutError) and not str(error) else _words(error)
+    is_cut = isinstance(error, (ConnectionResetError, ConnectionAbortedError, TimeoutError))
+    return f"{reason} (does it speak TLS?)" if is_cut and options.get("connection_class") is SSLConnection else reason
+
+
+def _words(error: BaseException | None) -> str:
+    """Never empty, unlike the text of what asyncio raises for a connection that was cut."""
+    return str(error) or type(error).__name__
 
 
 def describe(url: str) -> str:
