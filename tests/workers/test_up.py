@@ -20,13 +20,15 @@ BODY = '{"kind":"completion","request":{"prompt":"hi","max_tokens":3}}'
 
 
 class Up:
-    def __init__(self, folder: Path, *args: str) -> None:
+    def __init__(self, folder: Path, *args: str, **scripted: str) -> None:
         self.log_path = folder / f"up-{len(list(folder.glob('up-*')))}.log"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GEWELL_")}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "gewell_workers", *args],
-                env=environment | {"GEWELL_DATA_DIR": str(folder), "GEWELL_MODELS_DIR": str(folder / "models")},
+                env=environment
+                | {"GEWELL_DATA_DIR": str(folder), "GEWELL_MODELS_DIR": str(folder / "models")}
+                | scripted,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -79,8 +81,67 @@ def test_server_left_by_a_killed_up_is_used_again(tmp_path: Path):
     assert run_job(left.url, "a").text
     second.process.terminate()
     assert second.process.wait(20) == 0
-    os.kill(left.pid, signal.SIGTERM)
-    wait_for(lambda: find_running(tmp_path / "queue") is None)
+    wait_for(lambda: has_ended(left.pid))  # it had no other user
+
+
+def test_server_ends_with_the_last_up_that_uses_it(tmp_path: Path):
+    first = Up(tmp_path, "--model", "scripted")
+    first.wait_until_ready()
+    second = Up(tmp_path, "--model", "scripted")
+    second.wait_until_ready()
+    first.process.terminate()
+    assert first.process.wait(20) == 0
+    running = find_running(tmp_path / "queue")
+    assert running is not None
+    assert run_job(running.url, "a").text
+    second.process.terminate()
+    assert second.process.wait(20) == 0
+    wait_for(lambda: has_ended(running.pid))
+
+
+def test_ups_started_together_use_one_server(tmp_path: Path):
+    both = [Up(tmp_path, "--model", "scripted") for _ in range(2)]
+    for up in both:
+        up.wait_until_ready()
+    assert sum("using the server that runs already" in up.log for up in both) == 1
+    for up in both:
+        up.process.terminate()
+    assert [up.process.wait(20) for up in both] == [0, 0]
+    assert find_running(tmp_path / "queue") is None
+
+
+def test_second_ctrl_c_takes_the_server_along(tmp_path: Path):
+    up = Up(tmp_path, "--model", "scripted", GEWELL_SCRIPTED_STEP_S="0.05")
+    up.wait_until_ready()
+    running = find_running(tmp_path / "queue")
+    assert running is not None
+    with redis.Redis.from_url(running.url) as client:
+        client.xadd(Keys().jobs("normal"), job_entry("a", BODY.replace("3", "5000")))
+        wait_for(lambda: client.exists(Keys().out("a")))
+    up.process.send_signal(signal.SIGINT)
+    wait_for(lambda: "draining" in up.log)
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(10) == 130
+    wait_for(lambda: has_ended(running.pid))
+
+
+def test_an_engine_that_hangs_takes_the_server_along(tmp_path: Path):
+    up = Up(tmp_path, "--model", "scripted", "--stall-s", "0.5", "--lease-s", "0.6", GEWELL_SCRIPTED_TRAPS="1")
+    up.wait_until_ready()
+    running = find_running(tmp_path / "queue")
+    assert running is not None
+    with redis.Redis.from_url(running.url) as client:
+        client.xadd(Keys().jobs("normal"), job_entry("a", BODY.replace("hi", "!!hang")))
+    assert up.process.wait(20) == 71
+    wait_for(lambda: has_ended(running.pid))
+
+
+def has_ended(pid: int) -> bool:
+    """Or is a child whose parent, the killed `up`, will not ask for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def test_no_server_and_no_waiting_is_exit_code_69_with_one_line(tmp_path: Path):

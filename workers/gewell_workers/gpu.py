@@ -478,17 +478,19 @@ def run_worker(
     model_dir: Path | None,
     *,
     on_ready: Callable[[], None] | None = None,
+    on_exit: Callable[[], None] = lambda: None,
 ) -> int:
     """Make the engine, serve, return the exit code. model_dir None: the scripted engine, whose ids are bytes.
 
     The first SIGTERM or SIGINT drains, the second ends the process at once. Raises QueueError if there is no server
-    and we may not wait, and whatever the engine's making raises.
+    and we may not wait, and whatever the engine's making raises. on_exit is called where the process ends in here.
     """
     # The loop gives the GIL up at every system call and must win it back from the engine thread: 5 ms each at the
     # default interval, when steps are pure Python. Torch releases it by itself.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    code = asyncio.run(_run(config, make_engine, model_dir, on_ready))
+    code = asyncio.run(_run(config, make_engine, model_dir, on_ready, on_exit))
     if code in (EXIT_STALLED, EXIT_ENGINE):
+        on_exit()
         sys.stderr.flush()
         os._exit(code)  # a thread may hang inside the engine; an ordinary exit would wait for it
     return code
@@ -499,6 +501,7 @@ async def _run(
     make_engine: Callable[[], Engine],
     model_dir: Path | None,
     on_ready: Callable[[], None] | None,
+    on_exit: Callable[[], None],
 ) -> int:
     loop = asyncio.get_running_loop()
     worker: Worker | None = None
@@ -509,6 +512,7 @@ async def _run(
         num_signals += 1
         if worker is None or num_signals > 1:
             log.warning("leaving now; held jobs, if any, are taken over when our lease ends")
+            on_exit()
             os._exit(EXIT_NOW)
         worker.drain()
 

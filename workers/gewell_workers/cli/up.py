@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gewell.config import ModelConfig
-from gewell.embedded import EmbeddedServer, Persistence, ServerAlreadyRunning, default_url, queue_dir
+from gewell.embedded import EmbeddedServer, Persistence, SharedServer, default_url, queue_dir
 from gewell.engine.api import Engine
 from gewell.errors import ConfigError, GewellError
 from gewell.model_store import list_models, model_path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gewell.engine.build import EngineOptions
 
 SCRIPTED = "scripted"  # a model without weights, for tests: deterministic letters
+_HASTY_S = 2.0  # an `up` that leaves at once waits no longer for the server that ends with it
 _DEFAULT_MODELS = ("gewell-nano", "gemma3-270m")  # the first that is stored here
 
 
@@ -78,7 +79,7 @@ def up(
     folder = _model_folder(model)
     if folder is not None:
         ModelConfig.from_dir(folder)  # a folder that is none of ours is said before anything starts
-    with _server(redis, data, fsync, port) as url:
+    with _server(redis, data, fsync, port) as (url, leave_server):
         if redis is None:
             _say(f"server ready at {describe(url)} after {time.monotonic() - started_s:.1f} s")
         config = replace(settings, redis_url=url)
@@ -98,7 +99,7 @@ def up(
             _say(f"ready after {time.monotonic() - started_s:.1f} s")
             _say(_how_to(url, ns, is_embedded=redis is None))
 
-        code = run_worker(config, make, folder, on_ready=ready)
+        code = run_worker(config, make, folder, on_ready=ready, on_exit=leave_server)
     if code:
         raise typer.Exit(code)
 
@@ -160,24 +161,20 @@ def _model_folder(name: str | None) -> Path | None:
 
 
 @contextlib.contextmanager
-def _server(url: str | None, data: Path | None, fsync: Persistence, port: int | None) -> Iterator[str]:
-    """The named server, the one that an earlier `up` left running here, or a new one that ends with us."""
+def _server(
+    url: str | None, data: Path | None, fsync: Persistence, port: int | None
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The named server, or that of the data directory, which ends with the last `up` that uses it.
+
+    With it what to call before an exit that passes this context manager by.
+    """
     if url is not None:
-        yield url
+        yield url, lambda: None
         return
-    server = EmbeddedServer(data or queue_dir(), persistence=fsync, port=port)
-    try:
-        server.start()
-    except ServerAlreadyRunning as error:
-        if error.running is None:
-            raise
-        _say(f"using the server that runs already (pid {error.running.pid})")
-        yield error.running.url
-        return
-    try:
-        yield server.url
-    finally:
-        server.stop()
+    with SharedServer(EmbeddedServer(data or queue_dir(), persistence=fsync, port=port)) as server:
+        if server.is_found:
+            _say(f"using the server that runs already (pid {server.pid})")
+        yield server.url, lambda: server.leave(_HASTY_S)
 
 
 def _require_server(url: str) -> None:
