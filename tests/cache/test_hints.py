@@ -1,7 +1,9 @@
 """Hints are advice with an answer. An answer that does not say what happened makes a pipeline's author guess."""
 
+from dataclasses import replace
+
 import pytest
-from cache_world import World
+from cache_world import GEOMETRY, World
 
 
 def answers(answer):
@@ -35,6 +37,27 @@ def test_a_one_off_keeps_nothing():
     answer = world.run(text(0, 16), one_off=True, pin=True)[1]
     assert answers(answer) == {"one_off": "applied", "pin": "missed"}
     assert len(world.cache.index) == 0
+
+
+LONG_WINDOW = replace(GEOMETRY, sliding_window=512, slack_tokens=64)
+
+
+@pytest.mark.parametrize("num_shared", [70, 168, 300])
+def test_one_offs_that_begin_alike_keep_their_beginning_and_nothing_else(num_shared):
+    world = World(1500, geometry=LONG_WINDOW)
+    prompts = [[*text(0, num_shared), *text(10_000 * i, 90)] for i in range(1, 6)]
+    cached = [world.run(prompt, one_off=True)[1].cached_tokens for prompt in prompts]
+    assert cached == [0, 0, num_shared, num_shared, num_shared]  # the second shows where prompts part
+    assert [c.position for c in world.cache.index] == [num_shared]
+
+
+def test_what_was_warmed_for_anybody_outlives_the_tails_of_conversations():
+    world = World(60)
+    world.run(text(0, 40), max_tokens=0)
+    for i in range(1, 20):
+        assert world.run([*text(0, 40), *text(1_000 * i, 10)], one_off=True)[1].cached_tokens == 40
+        for j in range(4):
+            world.run(text(100_000 * (4 * i + j), 50), conversation_id=f"c{4 * i + j}", stable=[49])
 
 
 def test_expect_and_release_need_a_conversation():
