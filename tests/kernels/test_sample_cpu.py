@@ -111,3 +111,15 @@ def test_a_row_of_nan_disturbs_no_other_row() -> None:
 
 def test_no_rows() -> None:
     assert sample(torch.empty(0, 256), *settings(0)).shape == (0,)
+
+
+@pytest.mark.parametrize("num_allowed", [1, 3, 70])
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 64}, {"top_k": 64, "top_p": 0.95}, {"top_p": 0.9}], ids=str)
+def test_rows_with_few_ids_left_draw_among_them(cuts: dict[str, float], num_allowed: int) -> None:
+    logits = torch.full((6, 1500), -math.inf)
+    allowed = torch.randperm(1500, generator=torch.Generator().manual_seed(num_allowed))[:num_allowed]
+    logits[:, allowed] = torch.randn(6, num_allowed, generator=torch.Generator().manual_seed(2))
+    logits[5] = -math.inf  # nothing left: any id, and its caller looks at the logit
+    drawn = sample(logits, *settings(6, **cuts))
+    assert set(drawn[:5].tolist()) <= set(allowed.tolist())
+    assert drawn[:5].tolist() == reference.sample(logits[:5], *[each[:5] for each in settings(6, **cuts)]).tolist()

@@ -18,6 +18,7 @@ _BLOCK = 64  # ids; Gemma's vocabularies (262144, 262208) are multiples of it
 _MAX_GUMBEL = -math.log(-math.log1p(-(2.0**-33)))  # of the largest u, 1 - 2^-33
 _HEAD = 256  # ids looked at first where very many may be drawn
 _NARROW = 16384  # ids
+_LOWEST = float(torch.finfo(torch.float32).min)
 _NUM_BINS = 4096
 _CHUNK = 8192  # Philox blocks a call: its arrays stay in the second-level cache
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -34,7 +35,9 @@ class _Row(NamedTuple):
     maxima: Tensor  # [num_blocks]
 
     def at_least(self, floor: float) -> tuple[Tensor, Tensor]:
-        """Logits >= floor and their ids, ids ascending."""
+        """Logits >= floor and their ids, ids ascending. Ruled out ids (-inf) only where there are no others."""
+        if floor == -math.inf and float(self.maxima.max()) > -math.inf:
+            floor = _LOWEST  # a row under a grammar may have fewer ids than top_k: the rest is no work for the noise
         touched = (self.maxima >= floor).nonzero()[:, 0]
         values = self.blocks[touched]
         where = (values >= floor).nonzero()
