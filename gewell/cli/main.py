@@ -32,7 +32,10 @@ class MissingExtra(GewellError):
     """A command needs an optional dependency that is not installed."""
 
     def __init__(self, command: str, module: str, extra: str) -> None:
-        super().__init__(f"{command} needs {module}, which is not installed; run: pip install 'gewell[{extra}]'")
+        super().__init__(
+            f"{command} needs {module}, which is not installed; run: pip install 'gewell[{extra}]' "
+            f"(in a checkout: pip install '.[{extra}]')"
+        )
 
 
 def discover() -> dict[str, EntryPoint]:
@@ -89,8 +92,15 @@ def as_command(name: str, thing: object) -> Any:
     else:
         raise ConfigError(f"gewell.commands.{name}", thing, "an entry is a function or a typer.Typer")
     command.name = name
-    command.rich_markup_mode = None  # plain help everywhere: it stays readable in pipes and loads no rich
+    _make_plain(command)
     return command
+
+
+def _make_plain(command: Any) -> None:
+    """Plain help everywhere, in subcommands too: it stays readable in pipes and loads no rich."""
+    command.rich_markup_mode = None
+    for below in getattr(command, "commands", {}).values():
+        _make_plain(below)
 
 
 class CommandGroup(TyperGroup):
@@ -106,6 +116,13 @@ class CommandGroup(TyperGroup):
         if entry is None:
             return None
         return as_command(cmd_name, entry.load())
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's, of which typer makes use
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [(name, summary(entry)) for name, entry in sorted(self.entries.items())]

@@ -69,7 +69,9 @@ class Report:
         try:
             import matplotlib
         except ImportError as e:
-            raise ConfigError("png", str(path), "needs matplotlib: pip install 'gewell[plots]'") from e
+            raise ConfigError(
+                "png", str(path), "needs matplotlib: pip install 'gewell[plots]' (in a checkout: '.[plots]')"
+            ) from e
         matplotlib.use("Agg")
         from matplotlib import pyplot
 

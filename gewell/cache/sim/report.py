@@ -182,7 +182,9 @@ def plot(rows: list[Row], policies: list[str], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ConfigError("plot", str(path), "needs matplotlib: pip install 'gewell[plots]'") from e
+        raise ConfigError(
+            "plot", str(path), "needs matplotlib: pip install 'gewell[plots]' (in a checkout: '.[plots]')"
+        ) from e
     names = list(dict.fromkeys(row.trace for row in rows))
     share = {(row.trace, row.policy): 100 * row.share for row in rows}
     figure = Figure(figsize=(max(6.0, 1.4 * len(names)), 4.5), layout="constrained")
