@@ -140,6 +140,47 @@ def test_a_seeded_sample_does_not_depend_on_what_else_runs(golden: dict[str, tor
     assert Run(crowd).tokens["x"] == expected
 
 
+def run_under_pressure(golden: dict[str, torch.Tensor], **options: object) -> tuple[Run, int]:
+    """Short answers teach the scheduler to admit many rows; then eight come that are long, and the pages run out.
+
+    Returns what those eight said, and how often one of them was preempted.
+    """
+    engine = make_engine(max_num_batched_tokens=24, max_num_seqs=8, **options)
+    ids = golden["short.input_ids"].flatten()
+    for i in range(16):
+        engine.add(greedy(f"short{i}", ids[:4], max_tokens=100, stop_token_ids=tuple(range(engine.info.vocab_size))))
+    Run(engine)
+    for i in range(8):
+        params: dict[str, object] = {"max_tokens": 100, "ignore_eos": True, "logprobs": 1}
+        if i % 2:
+            params |= {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": i}
+        if i >= 6:  # what was generated before a preemption must be counted again after it
+            params |= {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "min_tokens": 50}
+        engine.add(greedy(f"row{i}", torch.roll(ids, i)[: 5 + i % 3], **params))
+    return Run(engine), engine.stats().num_preemptions
+
+
+@pytest.fixture(scope="module")
+def without_pressure(golden: dict[str, torch.Tensor]) -> Run:
+    run, num_preemptions = run_under_pressure(golden)
+    assert num_preemptions == 0
+    return run
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+@pytest.mark.parametrize("num_pages", [12, 14, 18])
+def test_preempted_rows_say_what_they_would_have_said(
+    num_pages: int, has_prefix_cache: bool, golden: dict[str, torch.Tensor], without_pressure: Run
+) -> None:
+    options = {"kv_memory_bytes": num_pages << 17, "has_prefix_cache": has_prefix_cache}
+    run, num_preemptions = run_under_pressure(golden, **options)
+    assert num_preemptions >= 4
+    assert run.tokens == without_pressure.tokens
+    for name, entries in run.logprobs.items():
+        expected = [entry.logprob for entry in without_pressure.logprobs[name]]
+        assert [entry.logprob for entry in entries] == pytest.approx(expected, abs=1e-3)
+
+
 def test_the_next_epoch_continues_the_same_sample(golden: dict[str, torch.Tensor]) -> None:
     engine = make_engine()
     ids, params = golden["short.input_ids"], {"temperature": 1.0, "seed": 5}
