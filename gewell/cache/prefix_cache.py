@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from gewell.cache.checkpoints import Checkpoint, CheckpointIndex, Kind, Waiting
@@ -30,6 +31,7 @@ from gewell.cache.tiers import Tier, Transfer
 from gewell.request import CacheAnswer, EngineRequest
 
 MAX_CONVERSATIONS = 20_000
+MAX_BRANCHES = 64  # looked at for an edited prompt
 
 
 class Match(NamedTuple):
@@ -276,10 +278,16 @@ class PrefixCache:
         return best, position
 
     def _beside(self, node: Node, position: int, tier: Tier | None) -> Checkpoint | None:
-        """A checkpoint below the node whose slack lets one resume at `position`, at or before the node's end."""
+        """A checkpoint below the node whose slack lets one resume at `position`, at or before the node's end.
+
+        Looks at the newest branches: where thousands of prompts part, the older ones are not worth the search.
+        """
         reach = None if self.geometry.sliding is None else position + self.geometry.slack_tokens
-        stack = [child for child in node.children.values() if child.num_checkpoints]
-        while stack:
+        newest = islice((child for child in reversed(node.children.values()) if child.num_checkpoints), MAX_BRANCHES)
+        stack = list(newest)[::-1]
+        for _ in range(MAX_BRANCHES):
+            if not stack:
+                break
             child = stack.pop()
             at = child.checkpoint
             if at is not None and (tier is None or at.tier is tier) and at.min_resume <= position:

@@ -14,6 +14,7 @@ from gewell.cache.prefix_tree import Node, PrefixTree
 from gewell.cache.sequence_pages import ResumePoint
 from gewell.cache.tiers import HostTier, Tier, Transfer
 
+_TICKS_RANKED = 1 / 128  # a ranking serves so many starts for each checkpoint in it: valuing all takes about 1 us each
 _PINNED = 1e9  # added to a pinned checkpoint's value: it goes after all others, but it goes
 
 
@@ -48,6 +49,7 @@ class Retention:
         self._transfers: list[Transfer] = []
         self._ranking: list[tuple[float, int, Checkpoint]] = []
         self._ranked_at = -1
+        self._ranked_until = -1  # tick
         self._num_ranked = 0
         self._host_ranking: list[tuple[float, int, Checkpoint]] = []
         self._host_ranked_at = -1
@@ -176,8 +178,10 @@ class Retention:
         return self.drop(checkpoint)
 
     def _ensure_ranking(self) -> None:
-        if self._ranked_at == self.policy.now and self._ranking:
-            return
+        if not self._ranking or self.policy.now > self._ranked_until:
+            self._rank()
+
+    def _rank(self) -> None:
         ranking = []
         for number, checkpoint in enumerate(self.index):
             if checkpoint.tier is Tier.GPU:
@@ -186,10 +190,11 @@ class Retention:
                     ranking.append((self.value(checkpoint, pages), number, checkpoint))
         heapify(ranking)
         self._ranking, self._ranked_at, self._num_ranked = ranking, self.policy.now, len(ranking)
+        self._ranked_until = self.policy.now + int(len(ranking) * _TICKS_RANKED)
 
     def _rank_anew(self, checkpoint: Checkpoint | None) -> None:
         """A neighbour was dropped: this checkpoint holds more alone now."""
-        if checkpoint is None or checkpoint.tier is not Tier.GPU or self._ranked_at != self.policy.now:
+        if checkpoint is None or checkpoint.tier is not Tier.GPU or self.policy.now > self._ranked_until:
             return
         pages = checkpoint.exclusive_pages(self.pool)
         if pages:
@@ -198,6 +203,14 @@ class Retention:
 
     def _next_victim(self) -> Checkpoint | None:
         self._ensure_ranking()
+        victim = self._pop_victim()
+        if victim is None and self._ranked_at != self.policy.now:  # what came since then is not in it
+            self._rank()
+            victim = self._pop_victim()
+        return victim or self._tangled_victim()
+
+    def _pop_victim(self) -> Checkpoint | None:
+        """Values are checked again as they are popped: one that rose since the ranking goes back into it."""
         ranking = self._ranking
         while ranking:
             value, number, checkpoint = heappop(ranking)
@@ -211,7 +224,7 @@ class Retention:
                 heappush(ranking, (fresh, number, checkpoint))
                 continue
             return checkpoint
-        return self._tangled_victim()
+        return None
 
     def _tangled_victim(self) -> Checkpoint | None:
         """The least valuable checkpoint whose pages only checkpoints share: only together they free them."""
