@@ -31,6 +31,7 @@ def test_no_host_memory_is_taken_unless_it_is_asked_for():
         ("kv_gib", math.inf),
         ("host_gib", -1.0),
         ("host_gib", math.nan),
+        ("host_gib", 1e6),
         ("dtype", "int8"),
         ("device", "gpu"),
     ],

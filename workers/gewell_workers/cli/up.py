@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import psutil
 import typer
 
 from gewell.config import ModelConfig
@@ -124,6 +125,9 @@ class EngineFlags:
             raise ConfigError("kv_gib", self.kv_gib, "a number of GiB above 0")
         if not 0 <= self.host_gib < math.inf:
             raise ConfigError("host_gib", self.host_gib, "a number of GiB, 0 or more")
+        machine_gib = psutil.virtual_memory().total / 2**30
+        if self.host_gib >= machine_gib:
+            raise ConfigError("host_gib", self.host_gib, f"less than this machine's {machine_gib:.1f} GiB")
         if self.dtype not in (None, "bfloat16", "float32"):
             raise ConfigError("dtype", self.dtype, "bfloat16 or float32")
         if self.device is not None and re.fullmatch(r"cpu|cuda(:\d{1,2})?", self.device) is None:
@@ -192,6 +196,9 @@ def _require_server(url: str) -> None:
 
 def _make_engine(folder: Path | None, flags: EngineFlags) -> Engine:
     if folder is None:
+        for name, value in (("kv_gib", flags.kv_gib), ("host_gib", flags.host_gib)):
+            if value:
+                raise ConfigError(name, value, "not with the scripted engine, which has no such memory")
         return _make_scripted(flags.rows, flags.max_context)
     from gewell.engine.build import build_engine  # imports torch, which `--help` and the scripted engine do not need
 
