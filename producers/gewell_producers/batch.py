@@ -7,6 +7,7 @@ which its job ids and its inbox are made of, stands beside the output in a small
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,20 +26,27 @@ from gewell_producers.inbox import MAX_IN_FLIGHT
 from gewell_producers.job import Job
 
 _CALLS = {"/v1/chat/completions": chat_call, "/v1/completions": completion_call}
+MAX_WARNINGS = 20
+
 _SHAPES = {"/v1/chat/completions": shapes.chat_completion, "/v1/completions": shapes.text_completion}
 
 
 @dataclass(slots=True)
 class BatchCounts:
-    """Lines: done + failed + skipped adds up to what was read."""
+    """Lines: done + failed + skipped + failed before adds up to what was read.
+
+    warnings   how many answers came with each of the first MAX_WARNINGS different ones
+    """
 
     num_read: int = 0
     num_done: int = 0
     num_failed: int = 0
-    num_skipped: int = 0  # stood in the output of an earlier run
+    num_skipped: int = 0  # stood in the output, or came twice
+    num_failed_before: int = 0  # stood in the errors of an earlier run
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    warnings: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +86,21 @@ class Batch:
         self._lane = lane
         self._max_in_flight = max_in_flight
         self._settled: set[bytes] = set()  # digests of custom ids: 16 bytes a line instead of the id itself
+        self._failed_before: set[bytes] = set()  # of these, those in the errors of earlier runs
+        self._failed_lines: set[int] = set()  # and the numbers of lines there that had no custom id
         self._open: dict[str, _Open] = {}
         self.counts = BatchCounts()
 
     def run(self, lines: Iterable[bytes]) -> Iterator[BatchCounts]:
         name = self._name()
         with _append(self._files.output) as output, _append(self._files.errors) as errors:
-            for file in (self._files.output, self._files.errors):
-                self._settled.update(_digest(custom_id) for custom_id in _custom_ids(file))
+            self._settled.update(_digest(row["custom_id"]) for row in _rows(self._files.output))
+            for row in _rows(self._files.errors):
+                if row["custom_id"] is None:
+                    self._failed_lines.add(row["error"]["line"])
+                else:
+                    self._failed_before.add(_digest(row["custom_id"]))
+            self._settled |= self._failed_before
             for record in self._client.drain(name):  # what finished after an earlier run was killed
                 if record.metadata["n"] == 1:
                     yield from self._settle(record, output, errors)
@@ -121,18 +136,24 @@ class Batch:
             try:
                 line = _parse_line(raw)
                 custom_id = line["custom_id"]
-                _check_line(line)
                 digest = _digest(line["custom_id"])
                 if digest in self._settled:
-                    self.counts.num_skipped += 1
+                    if digest in self._failed_before:
+                        self.counts.num_failed_before += 1
+                    else:
+                        self.counts.num_skipped += 1
                     continue
+                self._settled.add(digest)
+                _check_line(line)
                 call = _call(line, f"{name}:{digest.hex()}")
             except (Problem, InvalidRequest) as error:
+                if custom_id is None and number in self._failed_lines:
+                    self.counts.num_failed_before += 1
+                    continue
                 problem = error if isinstance(error, Problem) else problems.of_request(error)
                 self.counts.num_failed += 1
                 _write(errors, _failure(custom_id, number, problem))
                 continue
-            self._settled.add(digest)
             facts = {
                 "custom_id": custom_id,
                 "line": number,
@@ -161,6 +182,9 @@ class Batch:
             self.counts.prompt_tokens += each.usage.prompt
             self.counts.cached_tokens += each.usage.cached
             self.counts.output_tokens += each.usage.completion
+            for warning in each.warnings:
+                if warning in self.counts.warnings or len(self.counts.warnings) < MAX_WARNINGS:
+                    self.counts.warnings[warning] += 1
         failed = next((each for each in records if each.state is not State.DONE), None)
         if failed is None:
             self.counts.num_done += 1
@@ -243,9 +267,7 @@ def _append(path: Path) -> BinaryIO:
     return file
 
 
-def _custom_ids(path: Path) -> Iterator[str]:
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for raw in file:
-            custom_id = orjson.loads(raw).get("custom_id")
-            if custom_id is not None:
-                yield custom_id
+            yield orjson.loads(raw)

@@ -61,14 +61,21 @@ class Client:
     url        redis://, rediss:// or unix://; default: GEWELL_REDIS, else the server that `gewell up` started here
     namespace  prefix of all keys; default: GEWELL_NAMESPACE, else "gewell"
     patience   how long to wait for Redis, for a worker and for room in the queue
+    tell       hears a line when a wait has become doubtful: no worker is alive; and when one is there again
     """
 
     def __init__(
-        self, url: str | None = None, *, namespace: str | None = None, patience: Patience | None = None
+        self,
+        url: str | None = None,
+        *,
+        namespace: str | None = None,
+        patience: Patience | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.url = check_url(default_url() if url is None else url)
         self.keys = Keys(default_namespace() if namespace is None else namespace)
         self.patience = patience or Patience()
+        self._tell = tell
         self._redis = redis.Redis.from_url(self.url, **connection_options(self.url, Retry))
         self._backoff = Backoff(self.url, self.patience)
         self._room: dict[Lane, tuple[float, int]] = {}  # lane: (when looked, jobs that fitted then and are not used up)
@@ -122,7 +129,7 @@ class Client:
         name = inbox or f"map-{secrets.token_hex(8)}"
         flight = InFlight(jobs, name, max_in_flight)
         key, last, taken = self.keys.inbox(name), b"0-0", list[bytes]()
-        watch = WorkerWatch(self.url, self.keys.ns, self.patience)
+        watch = self._new_watch()
         heard_at = time.monotonic()
         try:
             while not flight.is_finished:
@@ -235,7 +242,7 @@ class Client:
     def require_worker(self) -> None:
         """Raise NoWorker unless a worker is alive now."""
         if not self.workers():
-            raise WorkerWatch(self.url, self.keys.ns, self.patience).no_worker()
+            raise self._new_watch().no_worker()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -261,6 +268,9 @@ class Client:
         ids = sorted(name.decode() for name in names)
         alive = [self._redis.exists(self.keys.worker(worker_id)) for worker_id in ids]
         return [worker_id for worker_id, is_alive in zip(ids, alive, strict=True) if is_alive]
+
+    def _new_watch(self) -> WorkerWatch:
+        return WorkerWatch(self.url, self.keys.ns, self.patience, tell=self._tell)
 
     def _watch(self, watch: WorkerWatch) -> None:
         if watch.is_due():
@@ -332,7 +342,7 @@ class Stream(Iterator[Chunk]):
         self._reader = StreamReader(job_id, after=after)
         self.last = after
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._watch = WorkerWatch(client.url, client.keys.ns, client.patience)
+        self._watch = client._new_watch()
         self._deliveries = self._follow()
 
     def __next__(self) -> Chunk:

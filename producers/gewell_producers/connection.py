@@ -125,28 +125,45 @@ def oldest_cancel_id() -> int:
 
 
 class WorkerWatch:
-    """Decides when waiting has become pointless. Ask `is_due`, then report what was seen."""
+    """Decides when waiting has become pointless. Ask `is_due`, then report what was seen.
+
+    tell   hears one line when the last worker is gone, and one when a worker is there again
+    """
 
     PERIOD_S = 2.0
 
-    def __init__(self, url: str, ns: str, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        ns: str,
+        patience: Patience,
+        *,
+        tell: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._where = f"namespace {ns!r} at {shown_url(url)}"
         self._limit_s = patience.no_worker_s
+        self._tell = tell
         self._clock = clock
         self._alone_since: float | None = None
         self._next_look = 0.0
 
     def is_due(self) -> bool:
-        return self._limit_s is not None and self._clock() >= self._next_look
+        return (self._limit_s is not None or self._tell is not None) and self._clock() >= self._next_look
 
     def saw(self, num_workers: int) -> None:
         now = self._clock()
         self._next_look = now + self.PERIOD_S
         if num_workers:
+            if self._alone_since is not None and self._tell is not None:
+                self._tell("a worker is there again")
             self._alone_since = None
             return
         if self._alone_since is None:
             self._alone_since = now
+            if self._tell is not None:
+                limit = "" if self._limit_s is None else f" for {self._limit_s:g} s"
+                self._tell(f"no worker is alive in {self._where}; waiting for one{limit}: `gewell up` starts it")
         if self._limit_s is not None and now - self._alone_since >= self._limit_s:
             raise self.no_worker()
 

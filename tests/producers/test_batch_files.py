@@ -135,3 +135,32 @@ def test_unusable_files_and_absent_workers_are_one_line(worker, tmp_path, capsys
     worker.die()
     assert run(["batch", requests, "-o", str(tmp_path / "o.jsonl")]) == 2
     assert "gewell up" in capsys.readouterr().err
+
+
+def test_run_again_leaves_one_line_for_each_failure_and_still_tells_of_them(worker, tmp_path, capsys):
+    worker.serve()
+    lines = [line("a"), line("where", url="/v1/embeddings"), line("failing", "fail"), "{not json\n"]
+    arguments = ["batch", write(tmp_path / "in.jsonl", lines), "-o", str(tmp_path / "out.jsonl")]
+    assert run(arguments) == 1
+    first = (tmp_path / "out.errors.jsonl").read_text()
+    assert len(first.splitlines()) == 3
+    capsys.readouterr()
+    assert run(arguments) == 1
+    assert (tmp_path / "out.errors.jsonl").read_text() == first
+    assert "0 done, 0 failed, 1 skipped (done before), 3 failed before" in capsys.readouterr().err
+
+
+def test_an_id_that_failed_and_comes_again_in_the_same_run_is_not_settled_twice(worker, tmp_path):
+    worker.serve()
+    lines = [line("a", url="/v1/embeddings"), line("a")]
+    assert run(["batch", write(tmp_path / "in.jsonl", lines), "-o", str(tmp_path / "out.jsonl")]) == 1
+    assert list(read(tmp_path / "out.errors.jsonl")) == ["a"]
+    assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_warnings_of_the_answers_are_counted_in_the_end(worker, tmp_path, capsys):
+    worker._answer = lambda job: job.claim().finish(warnings=("request.temprature: unknown, ignored",))
+    worker.serve()
+    arguments = ["batch", write(tmp_path / "in.jsonl", [line("a"), line("b")]), "-o", str(tmp_path / "out.jsonl")]
+    assert run(arguments) == 0
+    assert "warning in 2 answers: request.temprature: unknown, ignored" in capsys.readouterr().err

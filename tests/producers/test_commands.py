@@ -10,9 +10,10 @@ import threading
 import time
 
 import pytest
+from gewell_producers.job import Job
 
 from gewell.cli.main import run
-from gewell.protocol import BLOB_TTL_S, Channel, State, ToolDelta
+from gewell.protocol import BLOB_TTL_S, Channel, Lane, State, ToolDelta
 
 pytestmark = pytest.mark.redis
 
@@ -199,3 +200,50 @@ def test_producers_need_nothing_but_redis_and_orjson():
         "print(sorted(extras & {name.partition('.')[0] for name in sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+
+
+def test_warnings_of_the_record_go_to_standard_error(worker, client, capsys):
+    warned = ("request.temprature: unknown field, ignored",)
+    worker._answer = lambda job: (job.claim().chunk("hello"), job.finish(warnings=warned))
+    worker.serve()
+    assert run(["run", "hi", "-o", "temprature=1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "hello\n"
+    assert captured.err == f"warning: {warned[0]}\n"
+    job_id = client.submit(Job.completion("x"))
+    client.result(job_id)
+    for arguments in (["follow", job_id], ["result", job_id, "--text"]):
+        assert run(arguments) == 0
+        assert capsys.readouterr().err == f"warning: {warned[0]}\n"
+
+
+def test_waiters_say_soon_that_no_worker_is_alive_and_when_one_is_back(worker, raw, keys, capfd):
+    process = subprocess.Popen([sys.executable, "-m", "gewell", "run", "hello"], stdout=subprocess.DEVNULL)
+    job = worker.take(10).claim()
+    worker.die()
+    said = ""
+    deadline = time.monotonic() + 8
+    while "no worker is alive" not in said and time.monotonic() < deadline:
+        time.sleep(0.1)
+        said += capfd.readouterr().err
+    assert "waiting for one for 60 s: `gewell up` starts it (Ctrl-C cancels the job)" in said
+    worker.register()
+    while "there again" not in said and time.monotonic() < deadline:
+        time.sleep(0.1)
+        said += capfd.readouterr().err
+    assert "a worker is there again" in said
+    job.finish()
+    assert process.wait(5) == 0
+
+
+def test_submit_refuses_an_id_that_another_request_had_and_tells_of_a_repetition(worker, raw, keys, capsys):
+    assert run(["submit", '{"prompt": "a"}', "--id", "a1"]) == 0
+    worker.take().claim().finish()
+    capsys.readouterr()
+    assert run(["submit", '{"prompt": "b"}', "--id", "a1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "gewell: id a1 was used for another request\n"
+    assert sum(raw.xlen(keys.jobs(lane)) for lane in Lane) == 0
+    assert run(["submit", '{"prompt": "a"}', "--id", "a1"]) == 0
+    assert "a1 was submitted before" in capsys.readouterr().err

@@ -30,17 +30,22 @@ def batch(
 ) -> None:
     """Run a file of requests in OpenAI's batch format.
 
-    Killed or stopped, it goes on where it was when it is started again with the same files. Exit code 1 when a request
-    failed.
+    Killed or stopped, it goes on where it was when it is started again with the same files; what failed is not sent
+    again while it stands among the errors. Exit code 1 when a request failed, now or before.
     """
     with connect(redis, ns) as client, _open(requests) as lines:
         client.require_worker()
-        run = Batch(client, BatchFiles.beside(output, errors), lane=lane, max_in_flight=in_flight)
+        files = BatchFiles.beside(output, errors)
+        run = Batch(client, files, lane=lane, max_in_flight=in_flight)
         started_s = time.monotonic()
         for _ in _shown(run.run(lines), _num_lines(requests)):
             pass
     print(_summary(run.counts, time.monotonic() - started_s), file=sys.stderr)
-    if run.counts.num_failed:
+    for warning, num_answers in run.counts.warnings.most_common():
+        print(f"warning in {num_answers} answers: {warning}", file=sys.stderr)
+    if run.counts.num_failed_before:
+        print(f"gewell: to send what failed before again, remove its lines from {files.errors}", file=sys.stderr)
+    if run.counts.num_failed or run.counts.num_failed_before:
         raise typer.Exit(1)
 
 
@@ -90,7 +95,7 @@ def _shown(counts: Iterator[BatchCounts], total: int | None) -> Iterator[BatchCo
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total)
         for now in counts:
-            settled = now.num_done + now.num_failed + now.num_skipped
+            settled = now.num_done + now.num_failed + now.num_skipped + now.num_failed_before
             rate = now.output_tokens / max(time.monotonic() - started_s, 1e-3)
             failed = f", {now.num_failed} failed" if now.num_failed else ""
             progress.update(task, completed=settled, description=f"{rate:.0f} tokens/s{failed}")
@@ -99,6 +104,7 @@ def _shown(counts: Iterator[BatchCounts], total: int | None) -> Iterator[BatchCo
 
 def _summary(counts: BatchCounts, elapsed_s: float) -> str:
     skipped = f", {counts.num_skipped} skipped (done before)" if counts.num_skipped else ""
+    skipped += f", {counts.num_failed_before} failed before" if counts.num_failed_before else ""
     return (
         f"{counts.num_done} done, {counts.num_failed} failed{skipped} in {elapsed_s:.1f} s; "
         f"{counts.prompt_tokens} prompt tokens ({counts.cached_tokens} from cache), {counts.output_tokens} answered, "

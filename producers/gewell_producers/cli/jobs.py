@@ -7,12 +7,12 @@ from typing import Annotated, Any, TextIO
 import orjson
 import typer
 
-from gewell.errors import InvalidRequest, JobFailed
+from gewell.errors import InvalidRequest, JobFailed, NoWorker
 from gewell.protocol import Channel, Chunk, EntryId, FinalRecord, Lane, State
 from gewell_producers.cli.options import AsJson, Namespace, Redis, connect, parse_pairs
 from gewell_producers.cli.terminal import printable
 from gewell_producers.client import Client, Stream
-from gewell_producers.job import Job, new_job_id
+from gewell_producers.job import Job, check_digest, new_job_id
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 LaneOption = Annotated[Lane, typer.Option("--lane", help="Queue by urgency.")]
@@ -47,7 +47,7 @@ def run(
     pictures = [_read_picture(path) for path in image or ()]
     if pictures and completion:
         raise InvalidRequest("invalid_request", "--image: a completion has no place for pictures", "--image")
-    with connect(redis, ns) as client:
+    with connect(redis, ns, advice=" (Ctrl-C cancels the job)") as client:
         client.require_worker()
         if completion:
             made = Job.completion(text, job=job, **request)
@@ -64,6 +64,11 @@ def run(
             client.cancel(made.id)
             print("\ncancelled", file=sys.stderr)
             raise
+        except NoWorker:
+            print(f"gewell: job {made.id} stays in the queue; `gewell follow {made.id}` shows it", file=sys.stderr)
+            raise
+    if not as_json:
+        _print_warnings(record, sys.stderr)
     if stats:
         print(_numbers(record), file=sys.stderr)
     _raise_unless_done(record)
@@ -86,13 +91,18 @@ def submit(
 ) -> None:
     """Enqueue a job and print its id.
 
+    An --id that another request had is refused; one that this very request had is answered from the first one's record.
     The body is what docs/protocol.md describes, or a bare request such as {"prompt": "Once upon a time"} or
     {"messages": [{"role": "user", "content": "Hello"}]}.
     """
     job = Job.from_body(_read_body(body, file), id=job_id or new_job_id(), lane=lane)
     with connect(redis, ns) as client:
+        standing = client.digest(job.id) if job_id else None
+        check_digest(job, standing)
         print(client.submit(job), flush=True)
-        if not client.workers():
+        if standing is not None:
+            print(f"gewell: {job.id} was submitted before; that job's record is the answer", file=sys.stderr)
+        elif not client.workers():
             print("gewell: no worker is running; the job waits in the queue", file=sys.stderr)
 
 
@@ -106,6 +116,8 @@ def follow(
     """Show a job's whole stream from its start, and go on until it ends."""
     with connect(redis, ns) as client, client.follow(job_id, after=_entry(after)) as stream:
         record = _show(stream, as_json)
+    if not as_json:
+        _print_warnings(record, sys.stderr)
     _raise_unless_done(record)
 
 
@@ -124,7 +136,8 @@ def result(
     if as_json:
         sys.stdout.buffer.write(orjson.dumps(record.to_dict(), option=orjson.OPT_INDENT_2) + b"\n")
     elif text_only:
-        print(record.text)
+        print(record.text, flush=True)
+        _print_warnings(record, sys.stderr)
     else:
         _print_record(record, sys.stdout)
     if record.state is not State.DONE:
@@ -179,8 +192,7 @@ def _print_record(record: FinalRecord, out: TextIO) -> None:
     if record.error is not None:
         where = f" at {record.error.field}" if record.error.field else ""
         print(f"error {record.error.code}{where}: {record.error.message}", file=out)
-    for warning in record.warnings:
-        print(f"warning: {warning}", file=out)
+    _print_warnings(record, out)
     print(_numbers(record), file=out)
     for call in record.tool_calls:
         print(f"\n{call['name']} {call['arguments']}", file=out)
@@ -188,6 +200,11 @@ def _print_record(record: FinalRecord, out: TextIO) -> None:
         print(f"\n[reasoning]\n{record.reasoning}\n[answer]", end="", file=out)
     if record.text:
         print(f"\n{record.text}", file=out)
+
+
+def _print_warnings(record: FinalRecord, out: TextIO) -> None:
+    for warning in record.warnings:
+        print(f"warning: {warning}", file=out)
 
 
 def _numbers(record: FinalRecord) -> str:

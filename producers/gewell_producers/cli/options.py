@@ -1,5 +1,6 @@
 """Options and small helpers that the commands of producers share."""
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -20,9 +21,13 @@ Namespace = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-def connect(redis: str | None, ns: str | None) -> Client:
-    """A client for these options."""
-    return Client(redis or default_url(), namespace=ns or default_namespace())
+def connect(redis: str | None, ns: str | None, *, advice: str = "") -> Client:
+    """A client for these options. It says on standard error when no worker is alive, with this advice behind it."""
+
+    def tell(line: str) -> None:
+        print(f"gewell: {line}{advice}", file=sys.stderr, flush=True)
+
+    return Client(redis or default_url(), namespace=ns or default_namespace(), tell=tell)
 
 
 def parse_pairs(pairs: list[str], option: str) -> dict[str, Any]:
