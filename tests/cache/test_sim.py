@@ -177,3 +177,9 @@ def test_worker_processes_give_the_rows_of_one_process(tmp_path):
     options = SimOptions(gpu_gib=8)
     alone, together = (simulate([path], ["gewell", "lru"], options, num_processes=n) for n in (1, 2))
     assert [(r.policy, r.served_tokens) for r in alone] == [(r.policy, r.served_tokens) for r in together]
+
+
+def test_a_trace_that_is_not_there_is_named_once(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        load_trace(tmp_path / "nope.jsonl")
+    assert str(refused.value).count("nope.jsonl") == 1

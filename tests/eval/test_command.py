@@ -1,11 +1,16 @@
 """`gewell eval` from its command line to its files, through a server and a worker of its own."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from gewell_producers.cli.evaluate import _table
+from rich.console import Console
+
+from gewell.eval.report import GroupScore, Report
 
 GEWELL = Path(sys.executable).with_name("gewell")
 
@@ -49,3 +54,16 @@ def test_what_cannot_be_asked_is_said_before_anything_is_started(arguments: tupl
     assert ran.returncode == 2
     assert named in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_on_a_narrow_screen_no_header_and_no_number_of_the_table_is_cut() -> None:
+    group = GroupScore(
+        name="niah, 131072 tokens", num_questions=16, num_values=256, score=0.99, low=0.975, high=1.0,
+        num_errors=0, num_cut_off=10, prompt_tokens=131072.0, wrong=(),
+    )  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    console.print(_table(Report(model="m", about={}, groups=(group,))))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\u2026" not in shown
+    for text in ("asked", "failed", "97.5 - 100.0", "131072"):
+        assert text in shown

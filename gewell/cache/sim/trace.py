@@ -55,8 +55,9 @@ def load_trace(path: Path) -> Trace:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError("trace", str(path), f"cannot be read: {e}") from e
+    except (OSError, EOFError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise ConfigError("trace", str(path), f"cannot be read: {why}") from e
     jobs: list[Job] = []
     known: dict[str, Job] = {}
     for number, line in enumerate(text.splitlines(), 1):

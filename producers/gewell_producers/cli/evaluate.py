@@ -135,7 +135,7 @@ def kl(
 def _divergence_table(reference: str, other: str, found: dict[str, Divergence]) -> Table:
     table = Table(title=f"{reference.strip()} -> {other.strip()}, KL in nats", box=box.SIMPLE)
     for name in ("", "positions", "mean", "99 %", "most", "same choice, %"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name), overflow="fold")
     for group, d in found.items():
         numbers = (f"{d.mean_kl:.2e}", f"{d.p99_kl:.2e}", f"{d.max_kl:.2e}", f"{100 * d.same_choice:.2f}")
         table.add_row(group, str(d.num_positions), *numbers)
@@ -177,9 +177,10 @@ def _evaluate(
 
 
 def _table(report: Report) -> Table:
+    """Where the screen is narrow the names fold; numbers and headers are never cut."""
     table = Table(title=report.model, box=box.SIMPLE)
     for name in ("", "asked", "values", "right, %", "95 % within", "prompt", "cut", "failed"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name), overflow="fold")
     for group in report.groups:
         interval = f"{100 * group.low:.1f} - {100 * group.high:.1f}"
         numbers = (str(group.num_values), f"{100 * group.score:.1f}", interval, f"{group.prompt_tokens:.0f}")
