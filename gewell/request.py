@@ -20,6 +20,7 @@ class CacheHints:
     expect_after: str | None = None
     salt: str | None = None
     breakpoints: tuple[int, ...] = ()  # token positions (ingest has mapped message indexes)
+    unknown_breakpoints: tuple[int, ...] = ()  # message indexes that ingest could not map: there is no such message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class HintBook:
             found.append(_answer("one_off", "applied", "nothing was kept for a next turn"))
         if hints.pin:
             found.append(self._pin(retained))
-        if hints.breakpoints:
+        if hints.breakpoints or hints.unknown_breakpoints:
             found.append(self._breakpoints(held, cached_tokens))
         if hints.expect_after is not None:
             found.append(self._expect(retained))
@@ -92,15 +92,21 @@ class HintBook:
         return self._if_retained("pin", retained)
 
     def _breakpoints(self, held: Sequence[Checkpoint], cached_tokens: int) -> HintAnswer:
-        asked = len(set(self._request.cache.breakpoints))
+        hints = self._request.cache
+        unknown = hints.unknown_breakpoints
+        which = f"no message {', '.join(map(str, unknown))} in the prompt"
+        asked = len(set(hints.breakpoints)) + len(unknown)
         there = {checkpoint.position for checkpoint in held}
         num_kept = sum(position in there or position <= cached_tokens for position in self._positions)
-        if not self._positions and self._request.cache.mode == "auto":
+        if unknown and not hints.breakpoints:
+            return _answer("breakpoints", "rejected", which)
+        if not self._positions and hints.mode == "auto":
             return _answer("breakpoints", "rejected", "no position inside the prompt and outside its images")
         if num_kept == asked:
             return _answer("breakpoints", "applied")
         if num_kept:
-            return _answer("breakpoints", "clipped", f"{num_kept} of {asked} are kept")
+            why = f"{num_kept} of {asked} are kept" + (f": {which}" if unknown else "")
+            return _answer("breakpoints", "clipped", why)
         return _answer("breakpoints", "missed", self._why_nothing())
 
     def _expect(self, retained: bool) -> HintAnswer:

@@ -128,3 +128,13 @@ def test_an_expected_conversation_outlives_one_that_nobody_speaks_for():
 
 def test_the_salt_is_answered_too():
     assert answers(World(40).run(text(0, 8), salt="team")[1]) == {"salt": "applied"}
+
+
+@pytest.mark.parametrize(
+    ("positions", "outcome", "why"),
+    [((), "rejected", "no message 7, 99 in the prompt"), ((10,), "clipped", "1 of 3 are kept: no message 7, 99 in")],
+)
+def test_breakpoints_after_messages_that_are_not_there_are_answered_too(positions, outcome, why):
+    answer = World(80).run(text(0, 40), breakpoints=positions, unknown_breakpoints=(7, 99))[1]
+    assert answers(answer) == {"breakpoints": outcome}
+    assert why in answer.hints[0].why

@@ -195,9 +195,10 @@ def _cache_hints(
     options: CacheOptions, message_starts: tuple[int, ...], num_tokens: int
 ) -> tuple[CacheHints, tuple[str, ...]]:
     """Message indexes become token positions: a breakpoint after message i lies where message i + 1 begins."""
-    positions, warnings = [], []
+    positions, unknown, warnings = [], [], []
     for message_idx in options.breakpoints:
         if message_idx >= len(message_starts):
+            unknown.append(message_idx)
             num_messages = len(message_starts)
             warnings.append(f"cache.breakpoints: {message_idx} is no index into {num_messages} messages, ignored")
         elif message_idx + 1 < len(message_starts):
@@ -214,6 +215,7 @@ def _cache_hints(
         expect_after=options.expect_after,
         salt=options.salt,
         breakpoints=tuple(sorted(set(positions))),
+        unknown_breakpoints=tuple(sorted(set(unknown))),
     )
     return hints, tuple(warnings)
 
