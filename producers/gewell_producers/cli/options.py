@@ -25,7 +25,8 @@ def connect(redis: str | None, ns: str | None, *, advice: str = "") -> Client:
     """A client for these options. It says on standard error when no worker is alive, with this advice behind it."""
 
     def tell(line: str) -> None:
-        print(f"gewell: {line}{advice}", file=sys.stderr, flush=True)
+        lead = "\n" if sys.stderr.isatty() else ""  # a half line of the answer may stand there
+        print(f"{lead}gewell: {line}{advice}", file=sys.stderr, flush=True)
 
     return Client(redis or default_url(), namespace=ns or default_namespace(), tell=tell)
 
