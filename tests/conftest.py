@@ -1,6 +1,7 @@
 """Settings that all tests share: property tests without deadlines, and the same examples in every CI run."""
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -9,3 +10,7 @@ from hypothesis import settings
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# A shell that starts the suite in the background ignores SIGINT for it, and children inherit that: Ctrl-C tests would
+# send a signal that nobody gets.
+signal.signal(signal.SIGINT, signal.default_int_handler)
