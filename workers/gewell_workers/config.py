@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gewell.errors import ConfigError
 from gewell.protocol import DEFAULT_NAMESPACE, MAX_QUEUE_LEN, WORKER_TTL_S, Keys, is_valid_namespace
@@ -35,6 +36,7 @@ class WorkerConfig:
     redis_timeout_s: float = 5.0  # without an answer for so long the connection is taken for lost
     max_queue_len: int = MAX_QUEUE_LEN
     wait_for_redis: bool = True  # at start: wait for the server; False: exit with an error
+    chat_template: Path | None = None  # a Jinja file; None: the model folder's own, else the built-in one
 
     def __post_init__(self) -> None:
         for name, low in (("lease_s", 0.2), ("stall_s", 0.5), ("drain_s", 0.0), ("redis_timeout_s", 0.1)):
@@ -44,6 +46,8 @@ class WorkerConfig:
         check_url(self.redis_url)
         if not is_valid_namespace(self.ns):
             raise ConfigError("ns", self.ns, "1 to 64 characters of A-Z a-z 0-9 . _ -")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigError("chat_template", str(self.chat_template), "a file with a Jinja template")
         if self.window_rows is not None and self.window_rows < 1:
             raise ConfigError("window_rows", self.window_rows, "at least 1")
 

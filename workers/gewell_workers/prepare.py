@@ -35,10 +35,10 @@ class Prompt:
     warnings: tuple[str, ...] = ()
 
 
-def load_renderer(model_dir: Path | None) -> ChatRenderer:
+def load_renderer(model_dir: Path | None, template: Path | None = None) -> ChatRenderer:
     """Tokenizer and templates of a model folder. None: no files; ids are bytes (the scripted engine)."""
     tokenizer: Tokenizer = ByteTokenizer() if model_dir is None else load_tokenizer(model_dir)
-    return load_chat(model_dir, tokenizer)
+    return load_chat(model_dir, tokenizer, template)
 
 
 class Preparer:

@@ -38,7 +38,7 @@ async def make_parts(config: WorkerConfig, make_engine: Callable[[], Engine], mo
     output = OutputLink()
     engine, chat, _ = await asyncio.gather(
         asyncio.to_thread(make_engine),
-        asyncio.to_thread(load_renderer, model_dir),
+        asyncio.to_thread(load_renderer, model_dir, config.chat_template),
         output.start(_output_setup(config, model_dir)),
     )
     return Parts(engine=engine, chat=chat, output=output, promise=promise)

@@ -55,6 +55,9 @@ def up(
     host_gib: Annotated[float, typer.Option(help="Host memory for prefixes that find no room there.")] = 0.0,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file for chats, instead of the model's own template.")
+    ] = None,
     drain_s: Annotated[float, typer.Option(help="On SIGTERM, running jobs may finish so long.")] = 30.0,
     lease_s: Annotated[float, typer.Option(help="A worker without progress for so long loses its jobs.")] = 10.0,
     stall_s: Annotated[float, typer.Option(help="No step for so long with work waiting: exit with code 71.")] = 30.0,
@@ -73,6 +76,7 @@ def up(
         lease_s=lease_s,
         stall_s=stall_s,
         wait_for_redis=wait,
+        chat_template=chat_template,
     )
     flags = EngineFlags(
         rows=rows, max_context=max_context, kv_gib=kv_gib, host_gib=host_gib, dtype=dtype, device=device
