@@ -93,6 +93,7 @@ def assemble(
     device = next(model.weight_slots())[1].target.device
     geometry, dtype = model.kv_plan.geometry, _KV_TYPES[model.kv_plan.dtype_bytes]
     config = _scheduler_config(options, device)
+    _check_memory(options, device)
     num_pages = _num_pages(options, geometry, model.config, config, device)
     longest = min(max_tokens_alone(num_pages, geometry), model.config.max_position_embeddings)
     if options.max_context is not None:
@@ -176,6 +177,25 @@ def _scheduler_config(options: EngineOptions, device: torch.device) -> Scheduler
         max_num_batched_tokens=max_num_batched_tokens,
         shadow_tokens=min(shadow_tokens, max_num_batched_tokens),
     )
+
+
+def _check_memory(options: EngineOptions, device: torch.device) -> None:
+    """Refuse pools that the memory cannot hold: else the allocator or the kernel's OOM killer ends the process."""
+    kv_bytes, host_bytes = options.kv_memory_bytes or 0, options.host_memory_bytes if options.has_prefix_cache else 0
+    host_free = psutil.virtual_memory().available
+    if device.type == "cuda":
+        # What torch holds and does not use may lie in pieces, but a loader's buffers are mostly whole.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        _check_free("kv_memory_bytes", kv_bytes, torch.cuda.mem_get_info(device)[0] + unused, "the GPU")
+    else:
+        _check_free("kv_memory_bytes", kv_bytes, host_free, "this machine")
+        host_free -= kv_bytes
+    _check_free("host_memory_bytes", host_bytes, host_free, "this machine")
+
+
+def _check_free(field: str, wanted: int, free: int, place: str) -> None:
+    if wanted > free:
+        raise ConfigError(field, f"{wanted / 2**30:.4g} GiB", f"{place} has {free / 2**30:.4g} GiB free")
 
 
 def _num_pages(

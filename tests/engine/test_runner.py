@@ -245,6 +245,8 @@ def test_the_fingerprint_tells_weights_and_formats_apart(tmp_path: Path) -> None
     [
         ({"kv_memory_bytes": 100}, "kv_memory_bytes"),
         ({"kv_memory_bytes": 1 << 18}, "kv_memory_bytes"),
+        ({"kv_memory_bytes": 1 << 60}, "kv_memory_bytes"),
+        ({"host_memory_bytes": 1 << 60}, "host_memory_bytes"),
         ({"dtype": torch.float16}, "dtype"),
         ({"max_context": 1}, "max_context"),
     ],
