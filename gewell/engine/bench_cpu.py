@@ -224,8 +224,8 @@ def _load_baseline(model_dir: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers has no type there
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no type there
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     return model.eval()
 
